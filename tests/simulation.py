@@ -694,11 +694,6 @@ class Side:
                     pass
                 self.write = None
 
-    def time_out(self) -> None:
-        """The graceful close ends, as it does after ``close_timeout``."""
-        with suppress(trio.BrokenResourceError):
-            self.link.closing.finish()
-
     def abort(self) -> None:
         self.link.abort()
         self.write = None
@@ -737,11 +732,6 @@ class World:
 
     def other(self, side: Side) -> Side:
         return self.sides[side is self.sides[0]]
-
-    def holds_sends_of(self, side: Side) -> bool:
-        """Whether sends of one side wait for the other: for its credit, or in its UCX."""
-        held = self.other(side).engine.held.values()
-        return bool(side.link.sending.credit.waiting) or any(message.sender is side.transport for message in held)
 
     def notice(self) -> None:
         """An end that is gone is noticed by the other when all that it had sent has arrived."""

@@ -184,6 +184,27 @@ async def test_both_close_at_once(worker: ucp.Worker) -> None:
                 nursery.start_soon(server.aclose)
 
 
+@pytest.mark.parametrize("waits_for", ["credit", "the receiver"])
+async def test_both_close_at_once_with_sends_that_wait(worker: ucp.Worker, waits_for: str) -> None:
+    """Neither receives any more, so neither waits for the other to receive."""
+
+    async def send(connection: trio_ucx.Connection) -> None:
+        with pytest.raises(trio_ucx.PeerClosed, match="the peer closed"):
+            await connection.send(bytes(2**23 if waits_for == "the receiver" else 4000))
+
+    async with open_pair(worker, window=4096) as (client, server):
+        async with trio.open_nursery() as nursery:
+            for connection in (client, server):
+                if waits_for == "credit":
+                    connection.send_nowait(bytes(3000))
+                nursery.start_soon(send, connection)
+            await nothing_happens(0.05)
+            with Stopwatch():
+                async with trio.open_nursery() as closes:
+                    closes.start_soon(client.aclose)
+                    closes.start_soon(server.aclose)
+
+
 async def test_close_ends_waiting_tasks(worker: ucp.Worker) -> None:
     async def expect_closed(function) -> None:  # type: ignore[no-untyped-def]
         with pytest.raises(trio.ClosedResourceError):

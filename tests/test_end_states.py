@@ -42,6 +42,22 @@ async def peer_aborts(ours: trio_ucx.Connection, theirs: trio_ucx.Connection) ->
     await until(lambda: ours.peer_state is not trio_ucx.PeerState.OPEN)
 
 
+async def peer_waits_for_us(ours: trio_ucx.Connection, theirs: trio_ucx.Connection) -> None:
+    theirs.send_nowait(bytes(2**23), tag=9)
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await theirs.aclose()
+    await until(lambda: internals(ours).sending.problem() is not None)
+
+
+async def peer_gives_up_its_close(ours: trio_ucx.Connection, theirs: trio_ucx.Connection) -> None:
+    theirs.send_nowait(bytes(2**23), tag=9)
+    internals(theirs).closing._timeout = 0.05
+    with pytest.raises(trio_ucx.PeerLost, match="did not acknowledge"):
+        await theirs.aclose()
+    await until(lambda: ours.peer_state is not trio_ucx.PeerState.OPEN)
+
+
 async def host_vanishes(ours: trio_ucx.Connection, theirs: trio_ucx.Connection) -> None:
     internals(ours).closing.control_lost(Loss("its host no longer answers", vanished=True))
 
@@ -64,6 +80,8 @@ FAULTS: dict[str, Fault | None] = {
     "nothing": nothing,
     "the peer ends its stream": peer_ends_its_stream,
     "the peer closes": peer_closes,
+    "the peer closes, and waits for us to receive": peer_waits_for_us,
+    "the peer's close ends without that": peer_gives_up_its_close,
     "the peer aborts": peer_aborts,
     "its process is killed": None,
     "its host vanishes": host_vanishes,

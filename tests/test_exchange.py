@@ -772,6 +772,7 @@ def test_releases_that_do_not_know_each_other_s_loopback() -> None:
         wire.Grant(7, 2**40),
         wire.Stalled(2**33),
         wire.Admit(2**31 - 1, 5),
+        wire.Stop(),
         wire.Goodbye(),
         wire.GoodbyeAck(),
         wire.Done(),

@@ -206,6 +206,7 @@ async def test_close_in_the_background(worker: ucp.Worker) -> None:
         words = "task 'trio_ucx closing ", "has waited for", "in Closing.close_gracefully"
         await until(lambda: lines(trio_ucx.report(), *words))
         assert lines(trio_ucx.report(), "connection to", "closing", "close_timeout 5 s")
+        await until(lambda: lines(trio_ucx.report(), "connection to", "which the peer is closing"))
         assert await server.receive(tag=3) == bytes(2**20)
         await server.aclose()
         await client.wait_closed()

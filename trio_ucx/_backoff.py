@@ -6,7 +6,7 @@ import errno
 import math
 import random
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 import attrs
@@ -70,16 +70,22 @@ class Backoff:
 
     async def _run(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
         deadline = trio.current_time() + self.timeout
-        pause = min(self.first, self.longest)
-        while True:
+        for wait in waits(self):
             try:
                 return await attempt()
             except OSError as error:
-                wait = pause * random.uniform(0.5, 1)
                 if not is_temporary(error) or trio.current_time() + wait >= deadline:
                     raise
             await trio.sleep(wait)
-            pause = min(pause * self.factor, self.longest)
+        raise AssertionError("the waits have no end")
+
+
+def waits(backoff: Backoff) -> Iterator[float]:
+    """The seconds to wait after each attempt."""
+    wait = min(backoff.first, backoff.longest)
+    while True:
+        yield wait * random.uniform(0.5, 1)
+        wait = min(wait * backoff.factor, backoff.longest)
 
 
 def is_temporary(error: OSError) -> bool:

@@ -10,7 +10,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from ._errors import PeerClosed
-from ._link import Talk
+from ._link import ChannelState
 from ._wire import BEGUN
 from .ucp._memory.buffers import Buffer, WritableBuffer
 from .ucp._status import about, separate
@@ -42,7 +42,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
     """
 
     _connection: Connection
-    _talk: Talk
+    _talk: ChannelState
     _absorbs: bool = False
 
     @property

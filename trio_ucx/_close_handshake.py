@@ -4,11 +4,15 @@
 the peer      our receives, once what arrived was read    our sends
 ============  ==========================================  =============================================
 OPEN          wait                                        are sent
-CLOSING       end of the channel                          broken: nobody would read them
+STOPPED       wait                                        broken: nobody would read them
+CLOSING       end of the channel                          broken
 ACKNOWLEDGED  end of the channel                          broken
 CLOSED        end of the channel                          broken
 LOST          broken                                      broken
 ============  ==========================================  =============================================
+
+The peer is STOPPED when its STOP has arrived: it closes, and its last messages are still on their way. (Without STOP,
+two sides that close at once would wait for each other: each for the other to receive its last messages.)
 
 The peer is CLOSING when its GOODBYE has arrived, and ACKNOWLEDGED when we have sent ACK, as soon as no transfer from it
 is in flight. If the peer disappears after its GOODBYE, it is CLOSED, not LOST.
@@ -32,6 +36,7 @@ class Peer(enum.Enum):
     """What the peer has done about the end: see the table above."""
 
     OPEN = enum.auto()
+    STOPPED = enum.auto()
     CLOSING = enum.auto()
     ACKNOWLEDGED = enum.auto()
     CLOSED = enum.auto()
@@ -64,7 +69,12 @@ class CloseHandshake:
     @property
     def peer_closes(self) -> bool:
         """Whether the peer has said GOODBYE."""
-        return self.peer not in (Peer.OPEN, Peer.LOST)
+        return self.peer in (Peer.CLOSING, Peer.ACKNOWLEDGED, Peer.CLOSED)
+
+    @property
+    def peer_stopped(self) -> bool:
+        """Whether the peer has closed, or is about to, and receives nothing any more."""
+        return self.peer is Peer.STOPPED or self.peer_closes
 
     @property
     def peer_waits(self) -> bool:
@@ -76,8 +86,12 @@ class CloseHandshake:
         """Whether a GOODBYE has arrived, at either side. If an end disappears after that, it is no loss."""
         return self.acknowledged or self.peer_closes
 
-    def goodbye_arrived(self) -> None:
+    def stop_arrived(self) -> None:
         if self.peer is Peer.OPEN:
+            self.peer = Peer.STOPPED
+
+    def goodbye_arrived(self) -> None:
+        if self.peer in (Peer.OPEN, Peer.STOPPED):
             self.peer = Peer.CLOSING
 
     def done_arrived(self) -> None:

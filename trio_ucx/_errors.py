@@ -6,7 +6,7 @@ import errno
 
 import trio
 
-from ._wire import Why
+from ._wire import RefusalCode
 from .ucp._status import Error
 
 
@@ -59,16 +59,16 @@ class NotTrioUCX(_Refused, ConnectionError):
     """
 
 
-_REFUSALS: dict[Why, tuple[type[_Refused], int]] = {
-    Why.DRAINING: (ServerDraining, errno.ECONNREFUSED),
-    Why.FULL: (ServerFull, errno.ECONNREFUSED),
-    Why.NOT_ADMITTED: (NotAdmitted, errno.EACCES),
+_REFUSALS: dict[RefusalCode, tuple[type[_Refused], int]] = {
+    RefusalCode.DRAINING: (ServerDraining, errno.ECONNREFUSED),
+    RefusalCode.FULL: (ServerFull, errno.ECONNREFUSED),
+    RefusalCode.NOT_ADMITTED: (NotAdmitted, errno.EACCES),
 }
 
 
-def refusal(why: Why, text: str, address: str) -> OSError:
+def refusal(why: RefusalCode, text: str, address: str) -> OSError:
     """The exception for a client that was refused."""
-    if why is Why.OTHER:
+    if why is RefusalCode.OTHER:
         return ConnectionRefusedError(errno.ECONNREFUSED, text)
     kind, number = _REFUSALS[why]
     return kind(number, text, address)
@@ -88,10 +88,10 @@ class PeerLost(Error, trio.BrokenResourceError):
     """The peer is gone, and has not closed the connection gracefully; or it has broken off this channel.
 
     Attributes:
-        reason: ``"aborted"``: it closed by force, or left its block with an exception. ``"ended"``: its
-            process has ended, or its control socket was closed by something in between. ``"vanished"``: its host does
-            not answer any more. ``"unresponsive"``: it did not acknowledge the close within ``close_timeout``.
-            ``"broken"``: UCX reported that the connection broke, or the worker broke.
+        reason: ``"aborted"``: it closed by force, left its block with an exception, or its graceful close took longer
+            than ``close_timeout``. ``"ended"``: its process has ended, or its control socket was closed by something in
+            between. ``"vanished"``: its host does not answer any more. ``"unresponsive"``: it did not acknowledge our
+            close within ``close_timeout``. ``"broken"``: UCX reported that the connection broke, or the worker broke.
     """
 
     reason: str = "broken"

@@ -57,7 +57,7 @@ PACKED_HEAD = struct.Struct("<IHH")
 MAX_BATCH = 4096
 
 
-class Why(enum.IntEnum):
+class RefusalCode(enum.IntEnum):
     """Why a listener refuses a client."""
 
     OTHER = 0
@@ -221,7 +221,17 @@ class Unread:
     format: ClassVar[str] = "<BIQQ"
 
 
-Frame = Grant | Stalled | Admit | Goodbye | GoodbyeAck | Done | Hello | Ping | Pong | Leave | Dropped | Ask | Unread
+@attrs.frozen
+class Stop:
+    """The sender of this closes: it receives no message any more. Those that it has sent may still be on their way."""
+
+    kind: ClassVar[int] = 15
+    format: ClassVar[str] = "<B"
+
+
+Frame = (
+    Grant | Stalled | Admit | Stop | Goodbye | GoodbyeAck | Done | Hello | Ping | Pong | Leave | Dropped | Ask | Unread
+)
 
 _FRAMES: dict[int, type[Frame]] = {frame.kind: frame for frame in get_args(Frame)}
 

@@ -11,7 +11,7 @@ import trio
 
 from .._errors import NotTrioUCX, refusal
 from .._link import Link, Options
-from .._wire import ProtocolError, Why
+from .._wire import ProtocolError, RefusalCode
 from ..ucp import UCXError
 from ..ucp._engine.operations import under_way
 from .control_stream import ControlStream, set_keepalive
@@ -113,7 +113,7 @@ class Connector:
             text = f"cannot connect to {self.label}: {error}"
             if isinstance(error, UnknownProtocol):
                 raise NotTrioUCX(errno.EPROTO, f"{text}; is it a trio_ucx listener?", self.label) from error
-            raise refusal(Why.NOT_ADMITTED, text, self.label) from error
+            raise refusal(RefusalCode.NOT_ADMITTED, text, self.label) from error
         except UCXError as error:
             reason = str(error)
             raise ConnectionError(errno.EPROTO, f"cannot connect to {self.label} over UCX: {error}") from error
@@ -148,7 +148,7 @@ class Connector:
             error = ConnectionResetError(errno.ECONNRESET, "it ended the connection during the TLS handshake")
         elif isinstance(error, ssl.SSLError):
             hint = "does the listener have an ssl_context, and does each side trust the other's certificate?"
-            refused = refusal(Why.NOT_ADMITTED, f"{text}: {hint}", self.label)
+            refused = refusal(RefusalCode.NOT_ADMITTED, f"{text}: {hint}", self.label)
             refused.__cause__ = error
             return refused
         error.strerror = f"{text}: {hint}"

@@ -29,7 +29,7 @@ from typing import ClassVar
 
 import attrs
 
-from .._wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError, Why
+from .._wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError, RefusalCode
 from ..ucp._engine.peer_workers import Standing
 from ..ucp._util import printable
 from .peer_description import PeerDescription
@@ -131,7 +131,7 @@ class Refused:
     """REFUSE arrived, or is to be sent."""
 
     reason: str
-    why: Why = Why.OTHER
+    why: RefusalCode = RefusalCode.OTHER
 
 
 @attrs.frozen
@@ -163,19 +163,19 @@ class UnknownProtocol(ProtocolError):
 class Refusal(ProtocolError):
     """The peer must be refused, and told the reason (:meth:`Exchange.refuse`)."""
 
-    why: ClassVar[Why] = Why.NOT_ADMITTED
+    why: ClassVar[RefusalCode] = RefusalCode.NOT_ADMITTED
 
 
 class NoRoom(Refusal):
     """The listener has no room for the client."""
 
-    why = Why.FULL
+    why = RefusalCode.FULL
 
 
 class Draining(Refusal):
     """The server shuts down."""
 
-    why = Why.DRAINING
+    why = RefusalCode.DRAINING
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down: connect to another one, or try again later")
@@ -274,7 +274,7 @@ class Exchange:
         self._send(Kind.AGAIN)
         self.state = State.ENDED
 
-    def refuse(self, reason: str, why: Why = Why.OTHER) -> None:
+    def refuse(self, reason: str, why: RefusalCode = RefusalCode.OTHER) -> None:
         """Sends the reason why there will be no connection, and ends."""
         if self.state in (State.ENDED, State.OPENED):
             return
@@ -449,8 +449,10 @@ class Exchange:
 
 
 def _refused(body: bytes) -> Refused:
-    known = body[:1] in {bytes([why]) for why in Why}
-    return Refused(printable(body[1:1001].decode(errors="replace")), Why(body[0]) if known else Why.OTHER)
+    known = body[:1] in {bytes([why]) for why in RefusalCode}
+    return Refused(
+        printable(body[1:1001].decode(errors="replace")), RefusalCode(body[0]) if known else RefusalCode.OTHER
+    )
 
 
 def _standing(body: bytes) -> Standing:

@@ -22,7 +22,7 @@ from itertools import islice
 import trio
 
 from .._link import Link, Options
-from .._wire import ProtocolError, Why
+from .._wire import ProtocolError, RefusalCode
 from ..ucp import UCXError, Worker
 from ..ucp._address import format_address
 from ..ucp._contained import contained, report
@@ -280,24 +280,28 @@ class Acceptor:
         exchange = Exchange(is_client=False, software=SOFTWARE, authkey=self._exchange_options.authkey)
         link: Link | None = None
         kind, reason = "the listener closed", "it was not accepted before"
-        why, reason_for_peer = Why.DRAINING, ""
+        why, reason_for_peer = RefusalCode.DRAINING, ""
         try:
             with client.scope, trio.move_on_after(self._timeout) as timeout:
                 await self._exchange(client, handshake, exchange)
                 link = await handshake.opened.wait()
             if timeout.cancelled_caught:
-                why, kind = Why.OTHER, "too slow" if client.has_sent else "it sent nothing"
+                why, kind = RefusalCode.OTHER, "too slow" if client.has_sent else "it sent nothing"
                 reason = f"no connection within {self._timeout:.3g} seconds"
                 if client.is_let_in and not client.has_place:
-                    why, kind = Why.FULL, "too many clients are waiting to be accepted"
+                    why, kind = RefusalCode.FULL, "too many clients are waiting to be accepted"
                 elif client.has_sent:
                     reason += f" ({handshake.route})"
             elif client.scope.cancelled_caught and not self._ends:
-                why, kind, reason = Why.FULL, "too many at once", "its exchange was idle while others waited; try again"
+                why, kind, reason = (
+                    RefusalCode.FULL,
+                    "too many at once",
+                    "its exchange was idle while others waited; try again",
+                )
         except UnknownProtocol as error:
             kind, reason = other_protocol(error.first_bytes), str(error)
         except ProtocolError as error:
-            why = error.why if isinstance(error, Refusal) else Why.NOT_ADMITTED
+            why = error.why if isinstance(error, Refusal) else RefusalCode.NOT_ADMITTED
             kind, reason = PROTECTED if isinstance(error, ProtectedMode) else "refused", str(error)
             exchange.refuse(reason, why)
         except ssl.SSLError as error:
@@ -309,11 +313,15 @@ class Acceptor:
                 ("it left during the exchange" if client.has_sent else "it left without sending anything"),
                 str(error),
             )
-            why = Why.FULL if isinstance(error, OSError) and error.errno in _CAPACITY_ERRORS else Why.OTHER
+            why = (
+                RefusalCode.FULL
+                if isinstance(error, OSError) and error.errno in _CAPACITY_ERRORS
+                else RefusalCode.OTHER
+            )
             reason_for_peer = getattr(error, "strerror", None) or reason
         except Exception as error:
             logger.exception("the exchange with %s failed", client.label)
-            why, kind, reason = Why.OTHER, "an internal error", repr(error)
+            why, kind, reason = RefusalCode.OTHER, "an internal error", repr(error)
             reason_for_peer = "an internal error (its log says which)"  # the client may be a stranger
         finally:
             self._clients.pop(client, None)

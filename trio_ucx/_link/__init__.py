@@ -6,7 +6,7 @@ import the rules and ``ucp``. Imports inside it run in this order: transport, bu
 receiving, closing, link.
 """
 
-from .conversations import Talk as Talk
+from .conversations import ChannelState as ChannelState
 from .link import Link as Link
 from .link import Options as Options
 from .transport import Transport as Transport

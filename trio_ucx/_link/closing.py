@@ -3,7 +3,8 @@
 The graceful close
 ==================
 
-1. Wait for our own sends; UCX's flush does not count rendezvous messages that the peer has not asked for.
+1. Wait for our own sends; UCX's flush does not count rendezvous messages that the peer has not asked for. Meanwhile the
+   peer is told not to wait for us to receive (STOP), so that two sides that close at once do not wait for each other.
 2. Send GOODBYE and wait for ACK, which the peer's library sends. Flushed means, over TCP, handed to the kernel, which
    drops it when we close with unread input; acknowledged means that it has arrived.
 3. If the peer has sent GOODBYE, too, stay until it has our ACK (``_close_handshake`` says why).
@@ -93,6 +94,10 @@ class Closing:
 
     # ---- the handshake ----
 
+    def stop_arrived(self) -> None:
+        self.close_handshake.stop_arrived()
+        self._end_sends()
+
     def goodbye_arrived(self) -> None:
         self.close_handshake.goodbye_arrived()
         self._end(None)
@@ -120,9 +125,12 @@ class Closing:
     def _end(self, loss: Exception | None) -> None:
         """The peer has sent GOODBYE, or was lost: ends what waits for it."""
         self.peer_ended_at = self.peer_ended_at or perf_counter()
+        self._receiving.peer_ended(loss)
+        self._end_sends()
+
+    def _end_sends(self) -> None:
         problem = self._sending.problem()
         assert problem is not None
-        self._receiving.peer_ended(loss)
         self._sending.fail_all(problem)
 
     # ---- the graceful close ----
@@ -134,6 +142,8 @@ class Closing:
         self._receiving.stop(error)
         # Messages that wait for credit are waited for; a write to the byte stream in another task ends, as in Trio.
         self._sending.withdraw_stream(error)
+        if not self._sending.finished():
+            self._sending.send_frame(wire.Stop())
 
     async def close_gracefully(self) -> None:
         """Does the handshake, then closes; by force at the deadline. Can be cancelled, and called again.
@@ -158,7 +168,8 @@ class Closing:
 
     def say_goodbye(self) -> bool:
         """Sends GOODBYE, and returns whether that makes sense."""
-        if self._sending.problem() is not None or self.close_handshake.acknowledged:
+        handshake = self.close_handshake
+        if handshake.peer_closes or handshake.acknowledged or self.share.problem() is not None:
             return False
         self._sending.send_frame(wire.Goodbye())
         return True
@@ -168,7 +179,7 @@ class Closing:
         return self.share.gone or not self.close_handshake.peer_waits
 
     def finish(self) -> None:
-        """Closes by force.
+        """Closes, by force if the handshake is not over.
 
         Raises:
             trio.BrokenResourceError: what was sent may not have been delivered, and nobody was told yet.
@@ -176,13 +187,16 @@ class Closing:
         undelivered = self._sending.undelivered
         waiting_for = under_way(self.share.operations.in_order()) if undelivered else ""
         error, reported = self.share.error, self.ending.reported
-        self.close_now()
+        if self.close_handshake.graceful:
+            self.close_now()
+        else:
+            self.abort()
         if undelivered and not reported:
             if self._sending.dropped:
                 reason = self._sending.dropped
             elif error is not None:
                 reason = str(error)
-            elif self.close_handshake.peer_closes:
+            elif self.close_handshake.peer_stopped:
                 reason = "the peer closed the connection first"
             else:
                 limit = f"close_timeout, {self._timeout} seconds"
@@ -208,7 +222,7 @@ class Closing:
 
     def _lost_error(self, text: str) -> trio.BrokenResourceError:
         """The exception for using the connection after the peer has closed it, or is lost."""
-        if self.close_handshake.peer_closes:
+        if self.close_handshake.peer_stopped:
             return PeerClosed(text)
         address = self.share.peer_address
         error = PeerLost(text)

@@ -23,7 +23,7 @@ from .sending import Sending
 
 
 @attrs.define(eq=False)
-class Talk:
+class ChannelState:
     """One channel.
 
     Attributes:
@@ -86,7 +86,7 @@ class Conversations:
         announce: Callable[[int], None],
     ) -> None:
         #: By the tag queue that is read.
-        self.talks: dict[int, Talk] = {}
+        self.channels: dict[int, ChannelState] = {}
         self._sending = sending
         self._end = end
         self._drop = drop
@@ -97,11 +97,11 @@ class Conversations:
         self._free: list[int] = []
         self._next = 0
 
-    def _add(self, into: int, out: int, *, accepted: bool = True) -> Talk:
-        talk = self.talks[into] = Talk(into, out, Origin(self._sending.ending.origin), accepted=accepted)
+    def _add(self, into: int, out: int, *, accepted: bool = True) -> ChannelState:
+        talk = self.channels[into] = ChannelState(into, out, Origin(self._sending.ending.origin), accepted=accepted)
         return talk
 
-    def open(self) -> Talk:
+    def open(self) -> ChannelState:
         """Opens a conversation. The peer learns of it with the first message."""
         if self._free:
             number = self._free.pop()
@@ -112,13 +112,13 @@ class Conversations:
             self._next += 1
         return self._add(wire.ANSWERS + number, wire.CONVERSATIONS + number)
 
-    def over_tag(self, tag: int) -> Talk:
+    def over_tag(self, tag: int) -> ChannelState:
         """The channel over a user's tag.
 
         Raises:
             RuntimeError: this side has left the last one, and the peer has not.
         """
-        talk = self.talks.get(tag) or self._add(tag, tag)
+        talk = self.channels.get(tag) or self._add(tag, tag)
         if talk.left:
             raise RuntimeError(
                 f"this side has closed its channel with tag {tag}, and the peer has not closed its end yet: use "
@@ -132,7 +132,7 @@ class Conversations:
         Raises:
             wire.ProtocolError: it belongs to none.
         """
-        if into in self.talks:
+        if into in self.channels:
             return
         if into >= wire.ANSWERS:
             raise wire.ProtocolError(f"a message for the conversation {into - wire.ANSWERS}, which is not open")
@@ -141,22 +141,22 @@ class Conversations:
             self._announced.add(into)
             self._announce(into)
 
-    def accept(self, into: int) -> Talk | None:
+    def accept(self, into: int) -> ChannelState | None:
         """A user takes a conversation of the peer's; None if the peer has left it meanwhile."""
         self._announced.discard(into)
-        talk = self.talks.get(into)
+        talk = self.channels.get(into)
         if talk is None or talk.accepted:
             return None
         talk.accepted = True
         return talk
 
-    def leave(self, talk: Talk, *, by_force: bool = False) -> None:
+    def leave(self, talk: ChannelState, *, by_force: bool = False) -> None:
         """This side leaves. Left already: no effect."""
         if not talk.left:
             # Without delivery: the peer may leave as well.
             self._sending.engine.deliver_after(lambda: self._leave(talk, by_force))
 
-    def _leave(self, talk: Talk, by_force: bool) -> None:
+    def _leave(self, talk: ChannelState, by_force: bool) -> None:
         talk.left = True
         error = trio.ClosedResourceError("this channel was closed")
         self._end_sends(talk, error)
@@ -170,7 +170,7 @@ class Conversations:
         Raises:
             wire.ProtocolError: there is no such channel.
         """
-        talk = self.talks.get(into)
+        talk = self.channels.get(into)
         if talk is None:
             if wire.CONVERSATIONS <= into < wire.ANSWERS:  # it has sent nothing there
                 self._sending.send_frame(wire.Leave(into - wire.CONVERSATIONS + wire.ANSWERS, False))
@@ -188,14 +188,14 @@ class Conversations:
             self.leave(talk)
         self._free_if_over(talk)
 
-    def _end_sends(self, talk: Talk, error: Exception) -> None:
+    def _end_sends(self, talk: ChannelState, error: Exception) -> None:
         """Ends the sends that wait for credit, or until the peer has fewer messages unread."""
         self._sending.withdraw(talk.out, error)
         self._sending.unread.forget(talk.out)
         self._sending.share.operations.changed()
 
-    def _free_if_over(self, talk: Talk) -> None:
-        if talk.left and talk.peer_left and self.talks.pop(talk.into, None) is talk:
+    def _free_if_over(self, talk: ChannelState) -> None:
+        if talk.left and talk.peer_left and self.channels.pop(talk.into, None) is talk:
             self._forget(talk.into)
             self._sending.unread.forget(talk.out)
             if talk.into >= wire.ANSWERS:

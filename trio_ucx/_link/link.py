@@ -162,6 +162,8 @@ class Link:
                 self.sending.send_waiting()
             case wire.Stalled(grants=grants):
                 self.receiving.peer_stalled(grants)
+            case wire.Stop():
+                self.closing.stop_arrived()
             case wire.Goodbye():
                 self.closing.goodbye_arrived()
             case wire.GoodbyeAck():

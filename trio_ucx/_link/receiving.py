@@ -514,7 +514,7 @@ class Receiving:
             return trio.ClosedResourceError("this connection was closed")
         if queue is not None and queue.failure is not None:
             return self.share.problem() or queue.failure  # a new one: each raise makes the traceback longer
-        talk = None if queue is None else self.conversations.talks.get(queue.number)
+        talk = None if queue is None else self.conversations.channels.get(queue.number)
         if talk is not None and talk.peer_left:
             return talk.end()
         if self.close_handshake.peer_closes:

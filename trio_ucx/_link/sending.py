@@ -65,7 +65,7 @@ class Sending:
 
     def problem(self) -> Exception | None:
         """Why nothing can be sent, if so."""
-        if self.close_handshake.peer_closes:
+        if self.close_handshake.peer_stopped:
             return broken("the peer closed the connection", self.share.error, self.ending.origin)
         return self.share.problem()
 

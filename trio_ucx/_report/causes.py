@@ -12,7 +12,7 @@ from ..ucp._engine.ending import CloseState
 from ..ucp._engine.engine import Engine
 from ..ucp._engine.operations import Operation
 from ..ucp._quirks.address_layout import is_loopback
-from .frames import Stand
+from .frames import TaskPlace
 from .items import counted
 from .network import no_answer, stopped_process
 
@@ -49,7 +49,7 @@ def of_worker(engine: Engine) -> Iterator[str]:
 
 
 def of_connection(
-    link: Link, operations: list[Operation], handler: Stand | None, now: float, silent_hosts: Mapping[str, int]
+    link: Link, operations: list[Operation], handler: TaskPlace | None, now: float, silent_hosts: Mapping[str, int]
 ) -> Iterator[str]:
     """
     Args:

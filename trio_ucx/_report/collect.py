@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import attrs
 import trio
 
+from .._close_handshake import Peer
 from .._connection import Connection
 from .._handshake.client import Connector
 from .._handshake.handshake import Handshake
@@ -29,7 +30,7 @@ from ..ucp._engine.engine import Engine, engines
 from ..ucp._engine.operations import Operation
 from ..ucp._listener import ListenerCore
 from . import causes
-from .frames import Stand, is_outside_library, library_frames, round_of, stand_of, tasks_below
+from .frames import TaskPlace, is_outside_library, library_frames, round_of, task_place, tasks_below
 from .items import MARK, Item, counted, each, item
 from .network import silent_hosts, stopped_process
 
@@ -44,6 +45,7 @@ _STATES = {
     State.BACKING_OFF: "has work that UCX cannot do yet",
     State.ENDED: "is not progressed any more",
 }
+_PEERS = {Peer.OPEN: "open", Peer.STOPPED: "which the peer is closing", Peer.LOST: "lost"}
 _T = TypeVar("_T")
 
 
@@ -69,8 +71,8 @@ class _Collector:
         self.thread = threading.get_ident()
         self.may_ask_ucx = is_outside_library()
         #: The tasks that serve a connection, and those that connect.
-        self.handlers: dict[Link, Stand] = {}
-        self.connects: dict[Connector, Stand] = {}
+        self.handlers: dict[Link, TaskPlace] = {}
+        self.connects: dict[Connector, TaskPlace] = {}
 
     @cached_property
     def silent_hosts(self) -> dict[str, int]:
@@ -114,11 +116,11 @@ class _Collector:
         for module, variables, runs_program in library_frames(task):
             if module == "trio_ucx._handshake.client":
                 if isinstance(connector := variables.get("self"), Connector):
-                    self.connects[connector] = stand_of(task)
+                    self.connects[connector] = task_place(task)
             elif module in ("trio_ucx._serve", "trio_ucx._server", "trio._highlevel_serve_listeners"):
                 connection = variables.get("connection") or variables.get("stream")
                 if isinstance(connection, Connection) and runs_program:
-                    self.handlers[connection._link] = stand_of(task)
+                    self.handlers[connection._link] = task_place(task)
 
     def wait(self, pending: Any, what: str = "", **facts: Any) -> Item:
         """The task that waits for something."""
@@ -128,7 +130,7 @@ class _Collector:
             nobody = "a task polls for it" if pending.expected else "no task waits for it"
             return item(prefix + ("a request of a group" if pending.notify else nobody), what=what, **facts)
         text, took = prefix + "task {task!r} has waited for {seconds}{where}", self.now - pending.since
-        return item(text, what=what, seconds=took, **attrs.asdict(stand_of(task)), **facts)
+        return item(text, what=what, seconds=took, **attrs.asdict(task_place(task)), **facts)
 
     def waiting_tasks(self, pendings: Any) -> list[Item]:
         return each("a wait", lambda one: self.wait(one) if one._task is not None else None, pendings)
@@ -208,7 +210,7 @@ class _Collector:
 
     def connection(self, link: Link) -> Item:
         sent, received = link.sending.credit, link.receiving.credit
-        peer = link.close_handshake.peer.name.lower()
+        peer = _PEERS.get(link.close_handshake.peer, "closed by the peer")
         state = "closing" if link.ending.state is CloseState.CLOSING else peer
         operations: list[Operation] = [*sent.waiting, *link.share.operations.in_order()]
         items = each("a tag", lambda queue: self.tag(link, queue), link.receiving.queues.values())
@@ -229,7 +231,7 @@ class _Collector:
             items,
             peer=link.share.label,
             remote_address=link.remote_address,
-            state=state if state in ("open", "closing", "lost") else "closed by the peer",
+            state=state,
             seconds=self.now - link.opened_at,
             credit=sent.credit,
             peer_window=sent.window,

@@ -56,7 +56,7 @@ def is_outside_library() -> bool:
 
 
 @attrs.frozen
-class Stand:
+class TaskPlace:
     """Where a task stands that does not run.
 
     Attributes:
@@ -69,7 +69,7 @@ class Stand:
     call: str | None
 
 
-def stand_of(task: trio.lowlevel.Task) -> Stand:
+def task_place(task: trio.lowlevel.Task) -> TaskPlace:
     where = call = None
     for frame, line in task.iter_await_frames():
         package = _package(frame)
@@ -77,7 +77,7 @@ def stand_of(task: trio.lowlevel.Task) -> Stand:
             where, call = place(frame, line), None
         elif package == "trio_ucx" and call is None and "<locals>" not in frame.f_code.co_qualname:
             call = frame.f_code.co_qualname
-    return Stand(task.name, where, call)
+    return TaskPlace(task.name, where, call)
 
 
 def tasks_below(task: trio.lowlevel.Task | None) -> Iterator[trio.lowlevel.Task]:

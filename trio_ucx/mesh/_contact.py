@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import trio
 
-from .._backoff import is_temporary
+from .._backoff import Backoff, is_temporary, waits
 from .._connection import Connection
 from .._errors import NotTrioUCX
 from .._listener import Listener
@@ -34,7 +34,7 @@ from ._variables import AtFile, AtPort, ThroughMPI
 #: Seconds for an attempt at one of several addresses, which may lead nowhere.
 _ATTEMPT = 10.0
 #: Seconds between two attempts to reach rank 0, at most.
-_PAUSE = 0.5
+_LONGEST_WAIT = 0.5
 
 
 @attrs.frozen
@@ -128,12 +128,11 @@ async def reach_rank_0(
     """
     problem = problem or "nothing was tried"
     where = "there"
-    pause = 0.02
     with trio.move_on_after(timeout):
         fixed = None
         if isinstance(place.meeting, ThroughMPI):
             fixed = Contact(**json.loads(await broadcast(None, size=place.size)))
-        while True:
+        for wait in waits(Backoff(first=0.02, longest=_LONGEST_WAIT)):
             try:
                 contact = fixed
                 if isinstance(place.meeting, AtFile):
@@ -157,8 +156,7 @@ async def reach_rank_0(
                     if not is_temporary(error) and not stale and not isinstance(error, (NotTrioUCX, socket.gaierror)):
                         raise
                     problem = str(error)
-            await trio.sleep(pause)
-            pause = min(2 * pause, _PAUSE)
+            await trio.sleep(wait)
     raise MeetingError(
         f"rank {place.rank} did not find rank 0 {where} within {timeout:.3g} s (from {place.source}): {problem} -- "
         "look whether rank 0 was started, what it has written, and whether this host can connect to its host",

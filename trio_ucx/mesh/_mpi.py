@@ -21,8 +21,10 @@ from typing import Any
 import attrs
 import trio
 
-#: Seconds between two looks at a request that MPI has not completed: from the first ones to the last ones.
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
+from .._backoff import Backoff, waits
+
+#: How long to wait between two looks at a request that MPI has not completed.
+_LOOKS = Backoff(first=0.0005, longest=0.02)
 #: Longer values are a mistake.
 _MAX_LENGTH = 2**20
 
@@ -91,11 +93,11 @@ def skip_finalize() -> None:
 async def _finish(world: Any, buffer: bytearray, root: int, MPI: Any) -> None:
     """Broadcasts a buffer. An MPI request of this kind cannot be cancelled; it keeps its buffer if the task is."""
     request = world.Ibcast([buffer, MPI.BYTE], root)
-    pause = _SHORTEST_PAUSE
     try:
-        while not request.Test():
-            await trio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        for wait in waits(_LOOKS):
+            if request.Test():
+                break
+            await trio.sleep(wait)
     except BaseException:
         _state.pending.append((request, buffer))
         raise
