@@ -24,6 +24,7 @@ from trio_ucx import _wire as wire
 from trio_ucx._close_handshake import Loss, Peer
 from trio_ucx._credit import ANNOUNCEMENT, SendCredit
 from trio_ucx._link.buffers import PackedMessages
+from trio_ucx._link.closing import Closing
 from trio_ucx._link.receiving import Receiving, Transfer
 from trio_ucx._link.sending import Sending, SendOperation
 from trio_ucx._tag_queue import TagQueue, Want
@@ -383,6 +384,11 @@ def keeps_the_buffer_of_a_detached_receive(method: Callable[..., Any], transfer:
 @fault(Sending, "finished")
 def closes_when_everything_was_acknowledged(method: Callable[..., Any], sending: Sending) -> bool:
     return bool(method(sending)) and not sending.undelivered
+
+
+@fault(Closing, "stop_arrived")
+def waits_for_a_peer_that_receives_nothing_any_more(method: Callable[..., Any], closing: Closing) -> None:
+    pass
 
 
 @pytest.mark.parametrize("name", FAULTS)
