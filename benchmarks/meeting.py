@@ -80,7 +80,7 @@ class Parameters:
     memory: float = parameter(20_000, "measured", "resident bytes of such a connection, listening side")
     memory_connecting: float = parameter(7_000, "measured", "the same, connecting side")
     exchanges: float = parameter(1024, "in the code", "unfinished handshakes at one listener (MAX_EXCHANGES)")
-    connect_timeout: float = parameter(10, "in the code", "after which a rank tries again (connect_timeout=)")
+    connect_timeout: float = parameter(60, "in the code", "after which a rank tries again (the timeout of join)")
     kernel_queue: float = parameter(4096, "assumed", "clients in the kernel's queue (net.core.somaxconn)")
     latency: float = parameter(50e-6, "assumed", "one way, with waking the process")
     bandwidth: float = parameter(1.25e9, "assumed", "bytes a second of a rank's link: 10 Gbit/s")

@@ -25,7 +25,6 @@ import trio_ucx
 from trio_ucx import _byte_stream as stream
 from trio_ucx import _wire as wire
 from trio_ucx._close_handshake import Loss
-from trio_ucx._handshake.exchange import Aborted
 from trio_ucx._link import Link, Options, Transport, closing, sending
 from trio_ucx._native import ffi, lib
 from trio_ucx._tag_queue import State, Want
@@ -353,7 +352,7 @@ class SimulatedTransport(Transport):
 
         engine.without_delivery(lambda: self.engine.without_delivery(arrive))
         if aborted is not None and peer.share.handle is not None:
-            peer.closing.control_said(Aborted(aborted))
+            peer.closing.peer_aborted(aborted)
         return True
 
     def finish_transfer(self, which: int) -> bool:
@@ -678,7 +677,6 @@ class Side:
         if self.link.ending.state is CloseState.CLOSED:
             return
         if not self.closing:
-            self.cancel_write()
             self.closing = True
             closing.begin()
         if not self.close_sent and closing.may_say_goodbye():

@@ -29,7 +29,7 @@ async def nothing_is_left(*connections: trio_ucx.Connection) -> None:
     """No conversation, no queue of one, and what arrived was granted back or will be."""
     for connection in connections:
         conversations = link_of(connection).receiving.conversations
-        await until(lambda conversations=conversations: not conversations.talks)
+        await until(lambda conversations=conversations: not conversations.channels)
         queues = link_of(connection).receiving.queues
         assert not [number for number in queues if number >= 2**31 + 2**29]
         assert connection.statistics().held == 0
@@ -204,7 +204,7 @@ async def test_conversations_that_nobody_accepts(worker: ucp.Worker) -> None:
         await until(lambda: server.statistics().messages_received == 3)
         for talk in (talks[0], talks[3]):  # one that the peer has heard of, and one that it has not
             await talk.aclose()
-        await until(lambda: len(link_of(client).receiving.conversations.talks) == 3)
+        await until(lambda: len(link_of(client).receiving.conversations.channels) == 3)
         first = await next_of(server)  # what was sent in order can be received
         assert [message async for message in first] == [bytes(1000)]
         with pytest.raises(KeyError):
@@ -227,7 +227,7 @@ async def test_requests_that_time_out_before_they_are_accepted_leave_nothing(wor
                     await talk.send(bytes(2000))
                     raise KeyError
             await client.ping()
-        await until(lambda: not link_of(client).receiving.conversations.talks)
+        await until(lambda: not link_of(client).receiving.conversations.channels)
         assert link_of(server).receiving.unread_in(wire.BEGUN) < 5 and server.statistics().held == 0
         async with client.open_conversation() as talk:
             await talk.send(b"x")
@@ -349,6 +349,22 @@ async def test_errors_of_a_conversation_in_a_block(worker: ucp.Worker) -> None:
                 await talk.receive()
 
 
+async def test_peer_that_closes_while_it_is_answered(worker: ucp.Worker) -> None:
+    """Its close waits until its last message is received; nobody would receive the answer."""
+    async with open_pair(worker) as (client, server):
+        talk = client.open_conversation()
+        await talk.send(b"x")
+        there = await next_of(server)
+        client.send_nowait(bytes(2**23), tag=1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.aclose)
+            async with there:
+                await until(lambda: link_of(server).close_handshake.peer_stopped)
+                await there.send(b"answer")
+                raise AssertionError
+            await server.receive(tag=1)
+
+
 # ---- channels over tags ----
 
 
@@ -366,7 +382,7 @@ async def test_channel_over_a_tag(worker: ucp.Worker) -> None:
             with pytest.raises(RuntimeError, match="has not closed its end yet"):
                 client.channel(5)
             await there.aclose()
-            await until(lambda: not link_of(client).receiving.conversations.talks)
+            await until(lambda: not link_of(client).receiving.conversations.channels)
         with pytest.raises(ValueError):
             client.channel(2**31)
 

@@ -205,6 +205,24 @@ async def test_both_close_at_once_with_sends_that_wait(worker: ucp.Worker, waits
                     closes.start_soon(server.aclose)
 
 
+async def test_close_ends_a_large_write(worker: ucp.Worker) -> None:
+    """It posts no more pieces; those that the peer reads are a prefix."""
+
+    async def write(connection: trio_ucx.Connection, data: bytes) -> None:
+        with pytest.raises(trio.ClosedResourceError):
+            await connection.send_all(data)
+
+    data = pattern(2**24)
+    async with open_pair(worker) as (client, server):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write, client, data)
+            await nothing_happens(0.05)
+            nursery.start_soon(client.aclose)
+            await nothing_happens(0.05)
+            got = b"".join([piece async for piece in server])
+        assert len(got) < len(data) and data.startswith(got)
+
+
 async def test_close_ends_waiting_tasks(worker: ucp.Worker) -> None:
     async def expect_closed(function) -> None:  # type: ignore[no-untyped-def]
         with pytest.raises(trio.ClosedResourceError):

@@ -438,7 +438,7 @@ def test_both_sides_leave_a_conversation_at_once(world: World, by_force: bool, w
         numbers.add(talk.into)
         assert sending.send_short(talk.out, b"request")
         world.run(act=False)
-        [number] = b.conversations.talks
+        [number] = b.conversations.channels
         answer = b.conversations.accept(number)
         assert answer is not None and b.take_ready(number, 100) == b"request"
         assert world.sides[1].link.sending.send_short(answer.out, b"answer")
@@ -461,7 +461,7 @@ def test_both_sides_leave_a_conversation_at_once(world: World, by_force: bool, w
         world.sides[0].transport.busy = False
         world.run(act=waits)
         for receiving in (a, b):
-            assert not receiving.conversations.talks and talk.into not in receiving.queues
+            assert not receiving.conversations.channels and talk.into not in receiving.queues
     assert len(numbers) == 1
     world.check_errors()
 

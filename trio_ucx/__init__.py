@@ -20,6 +20,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
                      _open, _serve, _backoff            what the user calls; when connect tries again
                      _report                            what waits in this process, and why
                      anyio                              Connections for libraries written for anyio
+    mesh           groups of processes that a launcher has started
     _cli, testing  ``python -m trio_ucx``; helpers for tests
 """
 

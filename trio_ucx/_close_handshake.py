@@ -14,13 +14,14 @@ LOST          broken                                      broken
 The peer is STOPPED when its STOP has arrived: it closes, and its last messages are still on their way. (Without STOP,
 two sides that close at once would wait for each other: each for the other to receive its last messages.)
 
-The peer is CLOSING when its GOODBYE has arrived, and ACKNOWLEDGED when we have sent ACK, as soon as no transfer from it
-is in flight. If the peer disappears after its GOODBYE, it is CLOSED, not LOST.
+The peer is CLOSING when its GOODBYE has arrived. We send ACK as soon as no transfer from the peer is in flight; then it
+is ACKNOWLEDGED. If the peer disappears after its GOODBYE, it is CLOSED, not LOST.
 
 A GOODBYE is acknowledged (ACK), and so is the acknowledgement (DONE). UCX may notice that an endpoint has gone before
-it reads what had been sent there, so a side that closed right after its ACK would take the ACK away with it. Therefore
-a side that has sent ACK waits until the peer is CLOSED: until DONE arrives, or until the peer has gone, which says the
-same. The two sides cannot wait for each other: DONE is sent as soon as ACK arrives, whatever else is missing.
+it reads what had been sent there, so if a side closed right after its ACK, its peer might never read the ACK. Therefore
+a side that closes, and has got GOODBYE, waits until the peer is CLOSED: until DONE arrives, or until the peer has gone,
+which says the same; for a second at most. The two sides cannot wait for each other: DONE is sent as soon as ACK
+arrives, whatever else is missing.
 
 What this side has done about the end is in the share (``ucp/_engine/ending.py``).
 """
@@ -78,7 +79,7 @@ class CloseHandshake:
 
     @property
     def peer_waits(self) -> bool:
-        """Whether the peer waits for our ACK, or for the end of our side."""
+        """Whether the peer may still lack our ACK."""
         return self.peer in (Peer.CLOSING, Peer.ACKNOWLEDGED)
 
     @property
@@ -94,6 +95,12 @@ class CloseHandshake:
         if self.peer in (Peer.OPEN, Peer.STOPPED):
             self.peer = Peer.CLOSING
 
+    def ack_arrived(self) -> None:
+        self.acknowledged = True
+
+    def ack_sent(self) -> None:
+        self.peer = Peer.ACKNOWLEDGED
+
     def done_arrived(self) -> None:
         if self.peer is Peer.ACKNOWLEDGED:
             self.peer = Peer.CLOSED
@@ -105,8 +112,8 @@ class CloseHandshake:
     def undelivered(self, sent: int, cancelled: int, failed: int) -> bool:
         """Whether messages that were sent, and not cancelled, may not have reached the peer.
 
-        A peer that said GOODBYE leaves when our ACK arrives, and with it everything that we had sent before, except
-        messages that it had yet to ask for (those sends failed).
+        A peer that said GOODBYE leaves only after our ACK has arrived. What we had sent before it has then arrived,
+        too, except messages that it had yet to ask for (those sends failed).
         """
         if self.graceful:
             return failed > 0

@@ -180,7 +180,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                 are not copied. Device memory goes to UCX as it is.
             tag: the tag queue, 0 to 2**31 - 1.
             max_unread: the most messages of this tag, at least 1, that the peer may have unread; the send waits for
-                room. Messages sent without ``max_unread`` are counted only after so many were sent with it.
+                room. Use it in each send with this tag: others are not always counted.
 
         Cancellation: returns at once. The message may or may not be delivered, whole or not at all. ``data`` may stay
         pinned, and must not be changed, until :meth:`wait_buffers_released` returns.
@@ -370,8 +370,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         Tag queues that have messages take turns. Receives that wait at one of them come first there.
 
         Args:
-            tags: the tag queues; None: all. With None, no message is let through beside a window that is full of the
-                byte stream or of conversations, because this side does not know which one to admit.
+            tags: the tag queues; None: all. When the byte stream or conversations have filled the window, a call with
+                None lets no message past them, because it does not know which one waits.
             max_size: as for :meth:`receive`.
 
         Cancellation: nothing is lost.
@@ -489,8 +489,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Sends bytes on the byte stream; see ``trio.abc.SendStream``.
 
-        Returns when ``data`` may be used again. Less than 256 KiB wait only while the peer's window is full. More are
-        not copied and stay here until the peer reads them: so do not write as much from both sides before either reads.
+        Returns when ``data`` may be used again. Less than 256 KiB wait only while the peer's window is full. From 256
+        KiB on they are not copied, and stay here until the peer reads them: so do not write as much from both sides
+        before either reads.
 
         Cancellation: a part of unknown length has been sent, and the stream can still be used. ``data`` may stay
         pinned, and must not be changed, until :meth:`wait_buffers_released` returns.
@@ -620,6 +621,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def aclose(self) -> None:
         """Closes gracefully: everything that was sent, and not cancelled, is delivered to the peer's library first.
 
+        Large messages are delivered when the peer's program receives them. Meanwhile the peer's sends raise
+        :class:`PeerClosed`, because nobody would receive them.
+
         Takes at most ``close_timeout`` seconds. Other tasks' receives end with ``trio.ClosedResourceError``.
 
         Cancellation: returns at once. The worker finishes the close in the background, within ``close_timeout``, as a
@@ -662,7 +666,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         await link.share.operations.wait_until(link.is_over)
         await link.engine.waiting.schedule_point()
-        link.closing.check()
+        link.closing.raise_failure()
         if link.peer_state is PeerState.LOST:
             link.sending.check()
 

@@ -75,7 +75,7 @@ def refusal(why: RefusalCode, text: str, address: str) -> OSError:
 
 
 class PeerClosed(Error, trio.BrokenResourceError):
-    """The peer has closed the connection, or this channel of it, gracefully: nothing more can be sent there.
+    """The peer has closed the connection, or this channel of it, gracefully, or is about to: nothing more can be sent.
 
     Attributes:
         reason: ``"closed"``.

@@ -12,7 +12,7 @@ class PeerState(enum.Enum):
     """How far the peer of a :class:`Connection` has closed, as far as this side knows.
 
     Attributes:
-        OPEN: not at all.
+        OPEN: not at all; or it is closing, and waits until this side has received what it had sent.
         FINISHED: it has ended its byte stream, closed, or acknowledged our close. What has arrived can be received.
         LOST: it aborted, ended or vanished. What had arrived can be received.
     """

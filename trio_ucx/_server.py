@@ -26,7 +26,7 @@ logger = logging.getLogger("trio_ucx")
 #: What to do with an exception of a handler: let it end the server, log it, or call a function with it.
 OnHandlerError = Literal["raise", "log"] | Callable[[Connection, Exception], object]
 Handler = Callable[[Connection], Awaitable[object]]
-#: What says that the client has closed in order. Its library may still wait for our acknowledgement.
+#: They say that the client has closed gracefully. Its library may still wait for our ACK, so we close gracefully, too.
 _IN_ORDER = (trio.EndOfChannel, PeerClosed)
 
 
@@ -46,8 +46,9 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
     #: Whether handlers are cancelled that still run, or begin.
     _overdue: bool = attrs.field(default=False, init=False)
     _changed: trio.lowlevel.ParkingLot = attrs.field(factory=trio.lowlevel.ParkingLot, init=False)
-    #: Listeners that accept, and handlers that run; when there are none any more, this is cancelled.
+    #: Listeners that accept, and handlers that run.
     _running: int = attrs.field(default=0, init=False)
+    #: Waits for signals; cancelled when nothing runs any more.
     _signals: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
 
     @property

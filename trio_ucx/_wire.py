@@ -223,7 +223,7 @@ class Unread:
 
 @attrs.frozen
 class Stop:
-    """The sender of this closes: it receives no message any more. Those that it has sent may still be on their way."""
+    """The sender of this closes: it receives no message any more. Some of its own may still come."""
 
     kind: ClassVar[int] = 15
     format: ClassVar[str] = "<B"

@@ -19,7 +19,7 @@ from test_exchange import BODIES, KEYS, feed, reach, reachable
 
 from trio_ucx import _wire as wire
 from trio_ucx._close_handshake import Loss
-from trio_ucx._handshake.exchange import Aborted, Kind, State
+from trio_ucx._handshake.exchange import Kind, State
 from trio_ucx._handshake.peer_description import PeerDescription
 from trio_ucx._tag_queue import Want
 from trio_ucx.ucp import WorkerAddress
@@ -206,7 +206,7 @@ class _Attack:
     def _control(self) -> None:
         if self.side.link.share.handle is not None:
             if self.reader.below(2):
-                self.side.link.closing.control_said(Aborted(self.reader.below(2**62)))
+                self.side.link.closing.peer_aborted(self.reader.below(2**62))
             else:
                 self.side.link.closing.control_lost(Loss("ended"))
 

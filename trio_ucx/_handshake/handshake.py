@@ -46,7 +46,7 @@ from .control_stream import (
     local_address,
     remote_address,
 )
-from .exchange import Again, Event, Exchange, Refused
+from .exchange import Aborted, Again, Event, Exchange, Refused
 from .peer_description import PeerDescription, SharedMemory, falls_back, why_not_shared_memory
 from .registry import Registry
 
@@ -372,7 +372,8 @@ class Handshake:
         link.peer_info = control.identify(peer)
         link.why_not_shared_memory = self._why_not
         closing.on_closed = self._close_own_worker
-        control.on_event, control.on_lost = closing.control_said, closing.control_lost
+        control.on_event = lambda event: _end(link, event)
+        control.on_lost = closing.control_lost
         self.opened.finish(Value(link))
         self._held.clear()
         if self._arrived:
@@ -489,3 +490,12 @@ class Handshake:
                 contained(engine.receive_queue.may_be_writing, self._peer.worker.process)
         if self._close_own_worker is not None:
             contained(self._close_own_worker)
+
+
+def _end(link: Link, event: Event) -> None:
+    """The peer ends a connection that is open for this side: handles an event on the control socket."""
+    match event:
+        case Aborted(sent=sent):
+            link.closing.peer_aborted(sent)
+        case Refused(reason=reason) | Again(reason=reason):
+            link.closing.peer_aborted(refusal=reason)

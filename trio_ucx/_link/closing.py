@@ -3,8 +3,8 @@
 The graceful close
 ==================
 
-1. Wait for our own sends; UCX's flush does not count rendezvous messages that the peer has not asked for. Meanwhile the
-   peer is told not to wait for us to receive (STOP), so that two sides that close at once do not wait for each other.
+1. Wait for our own sends; UCX's flush does not count rendezvous messages that the peer has not asked for. If they are
+   not over, STOP tells the peer first that we receive nothing any more.
 2. Send GOODBYE and wait for ACK, which the peer's library sends. Flushed means, over TCP, handed to the kernel, which
    drops it when we close with unread input; acknowledged means that it has arrived.
 3. If the peer has sent GOODBYE, too, stay until it has our ACK (``_close_handshake`` says why).
@@ -37,7 +37,7 @@ from .receiving import Receiving
 from .sending import Sending
 from .transport import Transport
 
-#: Seconds to wait for the peer to say that it has our ACK; that is all that is missing then.
+#: Seconds to wait until a peer that has sent GOODBYE has our ACK.
 DONE_TIMEOUT = 1.0
 #: Seconds to wait for messages that a peer had sent before it aborted.
 ABORT_GRACE = 0.5
@@ -104,7 +104,7 @@ class Closing:
         self.acknowledge()
 
     def ack_arrived(self) -> None:
-        self.close_handshake.acknowledged = True
+        self.close_handshake.ack_arrived()
         self._sending.send_frame(wire.Done())
         self.share.operations.changed()
 
@@ -117,7 +117,7 @@ class Closing:
     def acknowledge(self) -> None:
         """Sends ACK if it is owed, and no transfer from the peer is in flight."""
         if self.close_handshake.peer is Peer.CLOSING and not self._receiving.transferring():
-            self.close_handshake.peer = Peer.ACKNOWLEDGED
+            self.close_handshake.ack_sent()
             self._receiving.report_drops()
             self._sending.send_frame(wire.GoodbyeAck())
             self.share.operations.changed()
@@ -136,11 +136,11 @@ class Closing:
     # ---- the graceful close ----
 
     def begin(self) -> None:
-        """From here on the user can do nothing with the connection any more."""
+        """From here on the user can do nothing with the connection any more: waiting receives end."""
         self.ending.begin_close()
         error = trio.ClosedResourceError("this connection was closed")
         self._receiving.stop(error)
-        # Messages that wait for credit are waited for; a write to the byte stream in another task ends, as in Trio.
+        # Messages that wait for credit are waited for. A write to the byte stream ends, as in Trio.
         self._sending.withdraw_stream(error)
         if not self._sending.finished():
             self._sending.send_frame(wire.Stop())
@@ -203,10 +203,10 @@ class Closing:
                 reason = f"the peer did not acknowledge within {limit}{waiting_for}"
                 self._reason = "unresponsive"
             self._failure = f"closing: what was sent may not have been delivered: {reason}"
-            self.check()
+            self.raise_failure()
 
-    def check(self) -> None:
-        """Raises what the close has raised.
+    def raise_failure(self) -> None:
+        """Raises what the close has raised, again.
 
         Raises:
             trio.BrokenResourceError: what was sent may not have been delivered.
@@ -271,17 +271,18 @@ class Closing:
         """Whether UCX writes to no memory of this connection, so that another one can go on with its endpoint."""
         return not self._receiving.detached_receives and not self._receiving.transferring()
 
-    def control_said(self, event: object) -> None:
-        """An event from the control socket; after the exchange that can only be ABORT, or for a client REFUSE or AGAIN.
+    def peer_aborted(self, sent: int = 0, refusal: str = "") -> None:
+        """The peer has closed by force: the control socket says so.
 
-        Messages that the peer sent before may still be on their way over UCX: waits for them, for a moment.
+        Args:
+            sent: how many messages it had sent before. They may still be on their way over UCX: waits for them, for a
+                moment.
+            refusal: it is a listener, which does not let this side in after all; in words.
         """
         self._aborted = True
         if self.close_handshake.graceful:
             self._peer_closed()
             return
-        sent: int = getattr(event, "sent", 0)
-        refusal: str = getattr(event, "reason", "")
         if self._receiving.credit.received < sent:
             self.engine.run.spawn(lambda: self._cut_off_later(sent), f"trio_ucx abort of {self.share.label}")
         else:

@@ -208,10 +208,13 @@ class Sending:
         """Sends a message now, or as soon as there is credit. Returns None when UCX has taken it already.
 
         Raises:
+            trio.ClosedResourceError: another task has closed meanwhile.
             trio.BrokenResourceError: nothing can be sent any more.
             TypeError, ValueError: not a buffer that can be sent.
             MemoryError: there is no memory for it; nothing was sent.
         """
+        if self.ending.state is not CloseState.OPEN:
+            raise trio.ClosedResourceError("this connection was closed")
         if self.batch.parts:
             self.send_batch()
         self.check()

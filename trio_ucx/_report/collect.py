@@ -221,7 +221,7 @@ class _Collector:
             items.append(item("served by task {task!r}{where}", **attrs.asdict(handler)))
         elif link.owner:
             items.append(Item(f"belongs to {link.owner}"))
-        elif not items and state == "open":
+        elif not items and link.ending.state is CloseState.OPEN and link.close_handshake.peer is Peer.OPEN:
             text = "no task uses it, and it was not closed: a peer that waits for its end needs an aclose()"
             items.append(Item(text))
         return item(
@@ -249,7 +249,7 @@ class _Collector:
             return None
         text = "{queue}: messages that nobody has received: {messages} ({bytes} bytes)"
         if queue.receives and not count:
-            text = "{queue}: empty; the peer has not closed"
+            text = "{queue}: empty; the peer may still send"
         receives = each("a receive", self.wait, queue.receives)
         name = causes.queue_name(queue.number)
         return item(text, items=receives, queue=name, tag=queue.number, messages=count, bytes=size)

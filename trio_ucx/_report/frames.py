@@ -45,7 +45,7 @@ def _stack(thread: int) -> Iterator[FrameType]:
 
 
 def is_outside_library() -> bool:
-    """Whether this thread has interrupted nothing of the library, so that UCX can be asked."""
+    """Whether no function of the library is being called in this thread, so that UCX can be asked."""
     own = __name__.rpartition(".")[0]
     return not any(
         _package(frame) == "trio_ucx" and not _module(frame).startswith(own) for frame in _stack(threading.get_ident())
@@ -57,7 +57,7 @@ def is_outside_library() -> bool:
 
 @attrs.frozen
 class TaskPlace:
-    """Where a task stands that does not run.
+    """Where a task that is not running stands.
 
     Attributes:
         place: the innermost line of the program's own; None in a task of a library.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..ucp._process import Process, is_stopped, is_visible, start_time, this_process
 
-#: Packets in a row to which nothing has answered, from which on that is worth mentioning. One or two get lost anyway.
+#: So many unanswered packets in a row are worth mentioning. One or two get lost anyway.
 _MANY = 3
 
 

@@ -7,7 +7,7 @@
 
 Nothing here starts, places or restarts processes: that is the launcher's.
 
-Imports the top level, and nothing imports it but the command line.
+Imports the top level, and nothing imports it.
 """
 
 from ..ucp._util import publish as _publish

@@ -26,7 +26,7 @@ from ._place import Place, find_place
 
 #: Seconds for which a rank that leaves with an error tries to tell the others.
 _LAST_WORDS = 2.0
-#: Seconds before a rank tries again that has met the rank 0 of a group that is ending.
+#: If rank 0 still belongs to a group that is ending: seconds until the next attempt.
 _AGAIN = 0.1
 
 
@@ -63,7 +63,8 @@ async def join(
             under its number. The loss of rank 0 ends the group in both cases. It must be the same for all ranks.
         worker: the worker for the connections; by default the run's shared one.
         options: of the connections; see :func:`trio_ucx.connect`. ``authkey`` must be the same for all ranks; without
-            it, ``TRIO_UCX_AUTHKEY`` or the file ``TRIO_UCX_AUTHKEY_FILE``; with a meeting in a file, rank 0 makes one.
+            it, ``TRIO_UCX_AUTHKEY`` or the file ``TRIO_UCX_AUTHKEY_FILE``; if they meet by a file or by MPI, rank 0
+            makes one.
 
     Cancellation: a cancelled join has no effect on the others, which go on waiting for this rank. A cancelled block is
     left as with an exception.
@@ -168,7 +169,7 @@ async def _meet(place: Place, links: Links, timeout: float, allow_anyone: bool) 
 async def _joined(
     place: Place, links: Links, follower: Follower, timeout: float, allow_anyone: bool
 ) -> AsyncIterator[None]:
-    """Meets the others at rank 0. The one of a group that is ending may be there first: then tries again."""
+    """Meets the others at rank 0. If it finds the rank 0 of an earlier group, which is ending, it tries again."""
     deadline, problem = trio.current_time() + timeout, ""
     with ExitStack() as stack:
         while True:

@@ -31,7 +31,7 @@ _T = TypeVar("_T", bound=Message)
 
 #: What an operation on a connection raises when the peer has gone, or the connection was closed.
 GONE = (trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel)
-#: Seconds for which a rank that connects before its joining is known here is kept waiting.
+#: A rank may connect before this one knows that it has joined: seconds for which it is kept waiting.
 _LATE = 10
 #: Bytes.
 _LONGEST_HELLO = 4096

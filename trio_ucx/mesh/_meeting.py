@@ -25,7 +25,7 @@ from ._members import Members, elsewhere
 from ._messages import Answer, Hello, Joined, Leaving, Left, Lost, Suspect, Welcome, decode, encode
 from ._place import Place
 
-#: Seconds for which rank 0 waits for the reason why a rank that another one cannot reach is gone.
+#: If one rank cannot reach another: seconds for which rank 0 waits to learn why that one is gone.
 _JUDGEMENT = 1.0
 #: Seconds for which a rank waits for rank 0's judgement.
 VERDICT = 5.0
@@ -33,12 +33,12 @@ VERDICT = 5.0
 _GRACE = 2.0
 #: Seconds in which a new connection must say Hello.
 _GREETING = 10.0
-#: Seconds in which ranks leave that the others hear of in one message.
+#: Ranks that leave within so many seconds are announced in one message.
 _TOGETHER = 0.05
 
 #: What has happened to a rank, by ``PeerLost.reason``.
 _ENDED = {
-    "aborted": "it left with an exception",
+    "aborted": "it left with an exception, or could not leave in time",
     "ended": "its process has ended",
     "vanished": "its host does not answer any more",
     "unresponsive": "it does not answer any more",

@@ -5,9 +5,9 @@ message           direction    meaning
 ================  ===========  =====================================================================================
 :class:`Hello`    both         the first message of a connection: which rank opens it
 :class:`Welcome`  rank 0 to r  all ranks are there, and these are their addresses
-:class:`Answer`   both         whether a connection between two other ranks is wanted, and if not, why
+:class:`Answer`   both         whether the sender of :class:`Hello` is wanted, and if not, why
 :class:`Suspect`  r to rank 0  this rank cannot reach that one
-:class:`Leaving`  both         this rank leaves the group
+:class:`Leaving`  r to rank 0  this rank leaves the group
 :class:`Left`     rank 0 to r  ranks have left
 :class:`Lost`     rank 0 to r  a rank was lost
 :class:`Joined`   rank 0 to r  a new process has joined under the number of a lost rank

@@ -1,8 +1,8 @@
 """Finds the place of this process in a mesh: its rank, the size, and where the ranks meet.
 
 Each of them is in the arguments, in trio_ucx's own variables, which ``python -m trio_ucx mesh`` sets, or in those of a
-launcher. :func:`find_place` is a function of these, but for a key file, a folder for the address file, and the host
-name of a pod.
+launcher. :func:`find_place` depends on nothing else but a key file, a folder for the address file, and the host name of
+a pod.
 """
 
 from __future__ import annotations
