@@ -411,6 +411,9 @@ class SimulatedControlSocket:
     def abort(self, sent: int = 0) -> None:
         self._transport.wire.append((ABORT, sent))
 
+    def look(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -24,7 +24,7 @@ from helpers import (
     pattern,
     until,
 )
-from injected_faults import break_connection, close_worker
+from injected_faults import break_connection, close_worker, close_worker_at_once
 from timing import PROMPT, Stopwatch, cancelled_after
 
 import trio_ucx
@@ -107,6 +107,28 @@ async def test_peer_that_aborts_in_the_middle_of_a_message(worker: ucp.Worker, t
                             while True:
                                 await server.receive(tag=1)
                         assert caught.value.reason == "aborted"
+
+
+@pytest.mark.both_transports
+async def test_peer_that_aborts_and_ends(worker: ucp.Worker, transports: str) -> None:
+    """UCX tells that the connection was reset before the control socket is read."""
+    reasons = []
+
+    async def lost(wait: Callable[[], Awaitable[object]]) -> None:
+        with pytest.raises(trio_ucx.PeerLost) as caught:
+            await wait()
+        reasons.append(caught.value.reason)
+
+    for _ in range(20):
+        async with ucp.open_worker(config={"TLS": transports}) as other, open_pair(other, worker) as (client, server):
+            async with trio.open_nursery() as nursery:
+                for wait in (server.receive, server.wait_closed, partial(server.send, bytes(300_000), tag=4)):
+                    nursery.start_soon(lost, wait)
+                await nothing_happens(0.01)
+                client.abort()
+                close_worker_at_once(other)
+                internals(worker).progress()
+    assert reasons == ["aborted"] * 60
 
 
 @pytest.mark.parametrize("how", ["aclose", "cancelled aclose", "abort", "peer closes", "peer aborts", "peer is lost"])

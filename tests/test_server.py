@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import signal
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from helpers import free_port, until
 from timing import Stopwatch
 
 import trio_ucx
-from trio_ucx import ucp
+from trio_ucx import _open, ucp
 
 KEY, OTHER_KEY = b"k" * 16, b"o" * 16
 
@@ -389,6 +390,30 @@ async def test_reasons_are_told_apart(worker: ucp.Worker) -> None:
 
         nursery.start_soon(other_protocol)
         assert type(await refused(tcp.socket.getsockname(), worker=worker)) is trio_ucx.NotTrioUCX
+
+        async def echo_bytes(stream: trio.SocketStream) -> None:
+            async for data in stream:
+                await stream.send_all(data)
+
+        nursery.start_soon(trio.serve_listeners, echo_bytes, [tcp])
+        for options in ({}, {"authkey": KEY}):
+            error = await refused(tcp.socket.getsockname(), worker=worker, **options)
+            assert type(error) is trio_ucx.NotTrioUCX and "sends back" in str(error)
+        nursery.cancel_scope.cancel()
+
+
+async def test_socket_that_is_connected_with_itself(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it may happen with a port that the kernel gives to clients, as long as nobody listens there."""
+
+    async def connect_with_itself(family: socket.AddressFamily, ip: str, port: int) -> trio.SocketStream:
+        own = trio.socket.socket(family)
+        await own.bind((ip, port))
+        await own.connect((ip, port))
+        return trio.SocketStream(own)
+
+    monkeypatch.setattr(_open, "_open_tcp_socket", connect_with_itself)
+    error = await refused(("127.0.0.1", free_port()), worker=worker)
+    assert isinstance(error, ConnectionRefusedError) and "nobody listens there" in str(error)
 
 
 async def test_full_server(worker: ucp.Worker) -> None:

@@ -104,6 +104,9 @@ class Connector:
         try:
             set_keepalive(stream.socket, options.keepalive_interval)
             handshake.set_addresses(stream)
+            if handshake.local is not None and handshake.local == handshake.remote:
+                # The kernel had taken this port for the client's end: TCP connects such a socket with itself.
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
             await self._exchange(stream, exchange, isolate)
             self.stage = ""
             link: Link = await handshake.registry.engine.waiting.wait(handshake.opened)

@@ -68,8 +68,10 @@ class ControlSocket:
                 return
         self._process(data)
 
-    def readable(self) -> None:
-        assert self._socket is not None
+    def look(self) -> None:
+        """Handles what has arrived, now."""
+        if self._socket is None:
+            return
         try:
             data = self._socket.recv(CHUNK)
         except BlockingIOError:
@@ -211,7 +213,7 @@ class ControlSockets:
             control = self._sockets.get(descriptor)
             if control is not None:
                 try:
-                    control.readable()
+                    control.look()
                 except Exception as error:
                     control.internal_error(error)
 

@@ -155,8 +155,8 @@ class UnknownProtocol(ProtocolError):
         first_bytes: what the peer has sent.
     """
 
-    def __init__(self, first_bytes: bytes) -> None:
-        super().__init__(f"this is not a trio_ucx peer: its first bytes were {first_bytes[:24]!r}")
+    def __init__(self, first_bytes: bytes, why: str = "") -> None:
+        super().__init__(f"this is not a trio_ucx peer: {why or f'its first bytes were {first_bytes[:24]!r}'}")
         self.first_bytes = first_bytes
 
 
@@ -214,6 +214,7 @@ class Exchange:
         self._authkey = None if authkey is None else hashlib.sha256(authkey).digest()
         self._buffer = bytearray()
         self._out = bytearray()
+        self._preamble = b""
         self._transcript = hashlib.sha256()
         self._offered: PeerDescription | None = None
         if is_client:
@@ -229,7 +230,7 @@ class Exchange:
 
     def _send_preamble(self) -> None:
         flags = WITH_AUTHKEY if self._authkey is not None else 0
-        preamble = _PREAMBLE.pack(MAGIC, VERSION, flags, secrets.token_bytes(32))
+        self._preamble = preamble = _PREAMBLE.pack(MAGIC, VERSION, flags, secrets.token_bytes(32))
         self._out += preamble
         self._transcript.update(preamble)
 
@@ -336,6 +337,8 @@ class Exchange:
             return False
         preamble = bytes(self._buffer[: _PREAMBLE.size])
         del self._buffer[: _PREAMBLE.size]
+        if preamble == self._preamble:
+            raise UnknownProtocol(preamble, "it sends back what it gets")
         _, version, flags, _ = _PREAMBLE.unpack(preamble)
         self._transcript.update(preamble)
         if not self.is_client:

@@ -49,6 +49,9 @@ class ControlSocket(Protocol):
     def abort(self, sent: int = 0) -> None:
         """Tells the peer that this side closes by force, after so many messages over UCX, and closes the socket."""
 
+    def look(self) -> None:
+        """Handles what has arrived there, now."""
+
     def close(self) -> None:
         """Closes."""
 
@@ -224,15 +227,21 @@ class Closing:
         """The exception for using the connection after the peer has closed it, or is lost."""
         if self.close_handshake.peer_stopped:
             return PeerClosed(text)
-        address = self.share.peer_address
+        self._find_reason()
         error = PeerLost(text)
+        error.reason = self._reason or "broken"
+        return error
+
+    def _find_reason(self) -> None:
+        """Looks how the peer was lost, if only UCX has said yet that it is."""
+        if not self._reason and self.share.error is not None and self.control_socket is not None:
+            contained(self.control_socket.look)
         if not self._reason and self.engine.broken is None:
+            address = self.share.peer_address
             if address is not None and has_ended(address.process):
                 self._reason = "ended"
             elif self._receiving.broken_off:
                 self._reason = "aborted"
-        error.reason = self._reason or "broken"
-        return error
 
     def cut_off(self, kind: str, reason: str) -> None:
         """The peer cannot be reached any more.
@@ -283,6 +292,7 @@ class Closing:
         if self.close_handshake.graceful:
             self._peer_closed()
             return
+        self._reason = "aborted"
         if self._receiving.credit.received < sent:
             self.engine.run.spawn(lambda: self._cut_off_later(sent), f"trio_ucx abort of {self.share.label}")
         else:

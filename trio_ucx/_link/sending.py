@@ -447,6 +447,8 @@ class SendOperation(Operation):
             self.finish(Error(error))
 
     def complete(self, status: int, length: int, tag: int) -> None:
+        if status == Status.CONNECTION_RESET:  # UCX reports that of the endpoint in a moment, without saying why
+            self.sending.share.fail(UCXError(status, self.doing))
         super().complete(status, length, tag)
         if status == Status.NO_MEMORY:
             self.sending.share.fail(UCXError(status, "sending the next piece of a message"))  # the peer waits for it
