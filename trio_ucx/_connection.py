@@ -708,8 +708,13 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     def __repr__(self) -> str:
         link = self._link
-        closed = link.ending.state is not CloseState.OPEN
-        state = "closed" if closed else "broken" if link.share.error is not None else "open"
+        state = "open"
+        if link.ending.state is not CloseState.OPEN:
+            state = "closed"
+        elif link.close_handshake.graceful:
+            state = "closed by the peer"
+        elif link.share.error is not None:
+            state = "broken"
         return f"<trio_ucx.Connection to {link.share.label}, {state}>"
 
 

@@ -97,7 +97,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
                 force.
 
         Returns:
-            How many handlers were cancelled.
+            How many handlers this call has cancelled.
 
         Do not call it from a handler, which it would wait for.
 

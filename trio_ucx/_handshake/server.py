@@ -103,12 +103,17 @@ class RejectionLog:
         logger.log(level, "turned away %s: %s: %s%s", client, kind, reason, others)
 
 
+TLS_CLIENT = "a TLS client, and this listener has no ssl_context"
+#: The answer to it: the TLS alert "handshake_failure". (A socket that is only closed may be worth another attempt.)
+NO_TLS = b"\x15\x03\x01\x00\x02\x02\x28"
+
+
 def other_protocol(first_bytes: bytes) -> str:
     """What kind of client does not speak our protocol, judged by its first bytes."""
     if first_bytes.startswith(_HTTP_METHODS):
         return "an HTTP client"
     if first_bytes.startswith(b"\x16\x03"):
-        return "a TLS client, and this listener has no ssl_context"
+        return TLS_CLIENT
     if first_bytes.startswith((b"PROXY ", b"\r\n\r\n\0\r\nQUIT\n")):
         return "a proxy that sends the PROXY header"
     return "not a trio_ucx peer"
@@ -281,6 +286,7 @@ class Acceptor:
         link: Link | None = None
         kind, reason = "the listener closed", "it was not accepted before"
         why, reason_for_peer = RefusalCode.DRAINING, ""
+        answer = b""
         try:
             with client.scope, trio.move_on_after(self._timeout) as timeout:
                 await self._exchange(client, handshake, exchange)
@@ -300,6 +306,7 @@ class Acceptor:
                 )
         except UnknownProtocol as error:
             kind, reason = other_protocol(error.first_bytes), str(error)
+            answer = NO_TLS if kind is TLS_CLIENT else b""
         except ProtocolError as error:
             why = error.why if isinstance(error, Refusal) else RefusalCode.NOT_ADMITTED
             kind, reason = PROTECTED if isinstance(error, ProtectedMode) else "refused", str(error)
@@ -334,7 +341,7 @@ class Acceptor:
                 contained(handshake.close, Refused(reason_for_peer, why) if link is None else None)
                 if exchange.state is not State.PREAMBLE:  # it speaks our protocol
                     contained(exchange.refuse, reason_for_peer, why)
-                contained(client.stream.close, exchange.data_to_send())
+                contained(client.stream.close, answer + exchange.data_to_send())
                 self._rejections.log(kind, client.label, reason)
             if client.has_place:
                 self._give_up_place()

@@ -48,6 +48,8 @@ class Sending:
         self.batch = Batch()
         self.tail: Tail[SendOperation] = Tail()
         self.unread = UnreadThere()
+        #: The tag queue and the limit of each task that waits because of ``max_unread``.
+        self.bounded: list[tuple[int, int]] = []
         #: What the peer says about the message that it dropped first.
         self.dropped = ""
         self.bytes_sent = 0
@@ -100,9 +102,15 @@ class Sending:
 
     async def wait_unread(self, queue: int, limit: int) -> None:
         """Waits until the peer has fewer than ``limit`` messages of a tag queue unread, or nothing can be sent."""
-        await self.share.operations.wait_until(
-            lambda: self.problem() is not None or self.ending.state is not CloseState.OPEN or self.may_add(queue, limit)
-        )
+        self.bounded.append((queue, limit))
+        try:
+            await self.share.operations.wait_until(
+                lambda: (
+                    self.problem() is not None or self.ending.state is not CloseState.OPEN or self.may_add(queue, limit)
+                )
+            )
+        finally:
+            self.bounded.remove((queue, limit))
 
     async def wait_room(self, queue: int) -> None:
         """Waits until a small message could be sent, or would fail."""

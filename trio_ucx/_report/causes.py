@@ -24,13 +24,14 @@ def queue_name(queue: int, *, sent: bool = False) -> str:
     if queue == wire.BEGUN:
         return "new conversations"
     if queue >= wire.CONVERSATIONS:
-        number, opened_here = (queue - wire.CONVERSATIONS) % wire.MAX_CONVERSATIONS, (queue >= wire.ANSWERS) != sent
-        return f"conversation {number} (opened {'here' if opened_here else 'by the peer'})"
+        number = (queue - wire.CONVERSATIONS) % wire.MAX_CONVERSATIONS
+        opened_by_sender = queue < wire.ANSWERS
+        return f"conversation {number} (opened {'here' if opened_by_sender == sent else 'by the peer'})"
     return f"tag {queue}"
 
 
-def _names(queues: Iterable[int]) -> str:
-    return ", ".join(map(queue_name, dict.fromkeys(queues)))
+def _names(queues: Iterable[int], *, sent: bool = False) -> str:
+    return ", ".join(queue_name(queue, sent=sent) for queue in dict.fromkeys(queues))
 
 
 def of_worker(engine: Engine) -> Iterator[str]:
@@ -56,7 +57,7 @@ def of_connection(
         operations: the sends that wait for credit, and what UCX has.
         handler: the task that serves it.
     """
-    if link.share.error is not None:
+    if link.share.error is not None and not link.close_handshake.graceful:
         yield f"it broke, and was not closed: {link.share.error}"
     address = link.share.peer_address
     if address is not None:
@@ -80,22 +81,31 @@ def _of_messages(link: Link, sends: list[SendOperation]) -> Iterator[str]:
     if waiting:
         yield (
             f"{counted(len(waiting), 'send')} ({sum(send.size for send in waiting)} bytes) on "
-            f"{_names(send.queue for send in waiting)} wait for credit: the peer has {credit.window - credit.credit} "
-            f"bytes unread, its window is {credit.window}; the peer must receive"
+            f"{_names((send.queue for send in waiting), sent=True)} wait for credit: the peer has "
+            f"{credit.window - credit.credit} bytes unread, its window is {credit.window}; the peer must receive"
         )
-    queues = list(link.receiving.queues.values())
-    unread = [queue for queue in queues if queue.held[0] and not queue.receives]
-    empty = [one.number for one in queues if one.receives and not one.held[0] and one.number <= wire.MAX_TAG]
+    for queue, limit in list(link.sending.bounded):
+        yield (
+            f"a send on {queue_name(queue, sent=True)} waits until the peer has fewer than {limit} of its messages "
+            "unread (max_unread); the peer must receive"
+        )
+    queues = dict(link.receiving.queues)
+    begun = queues.get(wire.BEGUN)
+    untaken = sum(not one.accepted for one in list(link.receiving.conversations.channels.values()))
+    if untaken and (begun is None or not begun.receives):
+        yield f"no task accepts {counted(untaken, 'conversation')} of the peer's (Connection.conversations)"
+    unread = [queue for queue in queues.values() if queue.held[0] and not queue.receives and queue is not begun]
+    empty = [one.number for one in queues.values() if one.receives and not one.held[0] and one.number <= wire.BEGUN]
     large = [send.queue for send in sends if not send.waits_for_credit and credit.stays(send.size)]
     offered = [queue.number for queue in unread if any(message.with_sender for message in list(queue.messages))]
     if large and offered:
         yield (
-            f"both sides send large messages, on {_names(large)} here and {_names(offered)} there, and each waits for "
-            "the other to receive: a deadlock. Receive in another task while sending"
+            f"both sides send large messages, on {_names(large, sent=True)} here and {_names(offered)} there, and each "
+            "waits for the other to receive: a deadlock. Receive in another task while sending"
         )
         return
     if large:
-        yield f"the peer has not received {counted(len(large), 'large message')} on {_names(large)}"
+        yield f"the peer has not received {counted(len(large), 'large message')} on {_names(large, sent=True)}"
     if unread:
         messages = counted(sum(queue.held[0] for queue in unread), "message")
         cause = f"no task receives {messages} on {_names(queue.number for queue in unread)}"
