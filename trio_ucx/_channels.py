@@ -73,7 +73,8 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         Cancellation: as :meth:`Connection.send`.
 
         Raises:
-            PeerClosed: the peer has closed its end, perhaps meanwhile.
+            PeerClosed: the peer has closed its end, perhaps meanwhile. (A large message that was under way is dropped
+                then, and its send returns.)
             trio.ClosedResourceError: this end was closed, perhaps meanwhile; or the connection.
             trio.BrokenResourceError, TypeError, ValueError, RuntimeError, MemoryError: as :meth:`Connection.send`.
         """

@@ -90,8 +90,9 @@ class PeerLost(Error, trio.BrokenResourceError):
     Attributes:
         reason: ``"aborted"``: it closed by force, left its block with an exception, or its graceful close took longer
             than ``close_timeout``. ``"ended"``: its process has ended, or its control socket was closed by something in
-            between. ``"vanished"``: its host does not answer any more. ``"unresponsive"``: it did not acknowledge our
-            close within ``close_timeout``. ``"broken"``: UCX reported that the connection broke, or the worker broke.
+            between. ``"vanished"``: its host does not answer any more. ``"unresponsive"``: within ``close_timeout``
+            it did not acknowledge our close, or its program did not receive a large message. ``"broken"``: UCX reported
+            that the connection broke, or the worker broke.
     """
 
     reason: str = "broken"
