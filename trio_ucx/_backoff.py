@@ -70,14 +70,15 @@ class Backoff:
 
     async def _run(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
         deadline = trio.current_time() + self.timeout
-        for wait in waits(self):
+        next_wait = waits(self)
+        while True:
             try:
                 return await attempt()
             except OSError as error:
+                wait = next(next_wait)
                 if not is_temporary(error) or trio.current_time() + wait >= deadline:
                     raise
             await trio.sleep(wait)
-        raise AssertionError("the waits have no end")
 
 
 def waits(backoff: Backoff) -> Iterator[float]:
