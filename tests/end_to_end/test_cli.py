@@ -70,7 +70,6 @@ def test_info_with_all_options() -> None:
     assert "  ZCOPY_THRESH=auto\n" in run_cli("info", "--config").stdout
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", [["info"], ["perf"], ["perf", "--listen", "127.0.0.1:0"]])
 def test_option_that_cannot_work(command: list[str]) -> None:
     done = run_cli(*command, UCX_MM_SEG_SIZE="5")

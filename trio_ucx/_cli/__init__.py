@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from . import info, mesh, perf, waits
-from .errors import describe, is_expected, leaves
+from .errors import AlreadyReported, describe, is_expected, leaves
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
         if any(isinstance(part, BrokenPipeError) for part in parts):  # whoever read our output has gone
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
+            return 1
+        if all(isinstance(part, AlreadyReported) for part in parts):
             return 1
         if not is_expected(error):
             raise

@@ -18,6 +18,10 @@ class CandidateError(PerfError):
     """These options cannot be measured between the two ends, but others can."""
 
 
+class AlreadyReported(Exception):
+    """A process of this command has failed, and has written why itself."""
+
+
 class NoReport(Exception):
     """Another process has given no report; the text says why."""
 

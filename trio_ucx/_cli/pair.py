@@ -15,7 +15,7 @@ from functools import partial
 
 import trio
 
-from .errors import PerfError
+from .errors import AlreadyReported, PerfError
 
 #: Seconds that the server process may take to start, and to end by itself.
 SERVER_START = 30
@@ -99,7 +99,8 @@ async def announced(server: trio.Process) -> str:
         while not text.endswith(b"\n"):
             more = await server.stdout.receive_some()
             if not more:
-                await server.wait()
+                if await server.wait() > 0:
+                    raise AlreadyReported
                 raise PerfError(f"the server process {ending(server)} before it listened")
             text += more
         address: str = json.loads(text)["listening"]
