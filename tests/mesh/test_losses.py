@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from trio_ucx import mesh, ucp
+from trio_ucx.mesh import _meeting, _running
 
 Body = Callable[[mesh.Group], Awaitable[Any]]
 
@@ -23,10 +24,10 @@ class Ranks:
         #: By rank, what its last run has ended with.
         self.ends: dict[int, Any] = {}
 
-    async def run(self, rank: int, body: Body) -> None:
+    async def run(self, rank: int, body: Body, **options: Any) -> None:
         async with ucp.open_worker() as worker:
             try:
-                async with mesh.join(rank=rank, worker=worker, **self._options) as group:
+                async with mesh.join(rank=rank, worker=worker, **{**self._options, **options}) as group:
                     self.ends[rank] = await body(group)
             except Exception as error:
                 self.ends[rank] = error
@@ -239,6 +240,50 @@ async def test_groups_one_after_the_other(tmp_path: Path) -> None:
                 nursery.start_soon(three_times, rank)
 
 
+@pytest.mark.parametrize("options", [{"on_loss": "continue"}, {"size": 2}, {"size": 4}], ids=str)
+async def test_the_next_group_is_another_one(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Its ranks wait until the previous group has ended, and then form one of another size, or with other options."""
+    ranks = Ranks(tmp_path, 3, "cancel")
+
+    async def body(group: mesh.Group) -> list[bytes]:
+        result = await group.all_gather(b"%d" % group.rank)
+        met.set()
+        await trio.sleep(0.5 * (group.rank == 0))
+        return result
+
+    met = trio.Event()
+
+    async def both(rank: int) -> None:
+        if rank < 3:
+            await ranks.run(rank, body)
+        await met.wait()
+        if rank < options.get("size", 3):
+            await ranks.run(rank, body, **options)
+            assert ranks.ends[rank] == [b"%d" % rank for rank in range(options.get("size", 3))], ranks.ends
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            for rank in range(4):
+                nursery.start_soon(both, rank)
+
+
+async def test_leaving_that_waits_for_a_collective_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_running, "_LONG", 0.1)
+    ranks = Ranks(tmp_path, 2, "cancel")
+
+    async def body(group: mesh.Group) -> None:
+        if group.rank == 1:
+            await trio.sleep(0.5)
+        with trio.move_on_after(0.1):
+            await group.barrier()
+
+    assert await ranks.run_all(body) == {0: None, 1: None}
+    [line] = [one.getMessage() for one in caplog.records if "cannot leave" in one.getMessage()]
+    assert "rank 0" in line and "barrier" in line
+
+
 class TestContinue:
     """``on_loss="continue"``: the group survives, and the lost rank may be replaced."""
 
@@ -363,6 +408,46 @@ class TestContinue:
                 for rank in (0, 1, 2):
                     nursery.start_soon(ranks.run, rank, body)
                 nursery.start_soon(twice)
+        assert [ranks.ends[rank] for rank in range(4)] == [[b"0", b"1", b"2", b"3"]] * 4
+
+    async def test_one_rank_waits_for_a_replacement_and_tells_another(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The message does not overtake what rank 0 says of the replacement."""
+        ranks = Ranks(tmp_path, 4, "continue")
+        send_soon = _meeting._send_soon
+
+        def send_late(nursery: trio.Nursery, channel: Any, message: Any) -> None:
+            async def send() -> None:
+                await trio.sleep(0.1)
+                send_soon(nursery, channel, message)
+
+            nursery.start_soon(send)
+
+        async def body(group: mesh.Group) -> list[bytes]:
+            if group.generation == 0:
+                await group.barrier()
+                if group.rank == 3:
+                    raise ValueError("dead")
+                if group.rank == 0:
+                    with pytest.raises(mesh.RankLostError):
+                        await group.receive(3)
+                    lost.set()
+                    await group.wait_replaced(3)
+                    for rank in (1, 2):
+                        await group.send(rank, b"go on")
+                else:
+                    assert await group.receive(0) == b"go on"
+            return await group.all_gather(b"%d" % group.rank)
+
+        lost = trio.Event()
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                for rank in range(4):
+                    nursery.start_soon(ranks.run, rank, body)
+                await lost.wait()
+                monkeypatch.setattr(_meeting, "_send_soon", send_late)
+                nursery.start_soon(ranks.run, 3, body)
         assert [ranks.ends[rank] for rank in range(4)] == [[b"0", b"1", b"2", b"3"]] * 4
 
     @pytest.mark.parametrize("gives_up", [False, True])

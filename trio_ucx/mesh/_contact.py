@@ -18,7 +18,7 @@ import trio
 
 from .._backoff import Backoff, is_temporary, waits
 from .._connection import Connection
-from .._errors import NotTrioUCX
+from .._errors import NotAdmitted, NotTrioUCX
 from .._listener import Listener
 from .._open import open_ucx_stream
 from .._serve import open_ucx_listeners
@@ -82,7 +82,7 @@ async def open_meeting_point(
             if error.errno == errno.EADDRINUSE:
                 error.strerror = f"{error.strerror}. Rank 0 must listen there ({place.source}): is it another job's?"
             raise
-        path = None
+        path, text = None, ""
     else:
         if options["authkey"] is None:
             options["authkey"] = secrets.token_hex(32).encode()
@@ -92,11 +92,11 @@ async def open_meeting_point(
         )
         path = place.meeting.path if isinstance(place.meeting, AtFile) else None
         text = json.dumps(attrs.asdict(contact))
+    try:
         if path is not None:
             _write(path, text)
-        else:
+        elif text:
             await broadcast(text.encode(), size=place.size)
-    try:
         yield listeners
     finally:
         for listener in listeners:
@@ -112,9 +112,13 @@ def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(FileNotFoundError):
         temporary.unlink()
-    with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(text)
-    temporary.replace(path)
+    try:
+        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 async def reach_rank_0(
@@ -124,10 +128,12 @@ async def reach_rank_0(
 
     Raises:
         MeetingError: it does not listen, or cannot be reached.
-        NotAdmitted: the authkeys differ, or rank 0 is in protected mode.
+        NotAdmitted: the authkeys differ, or rank 0 is in protected mode. With a meeting in a file only at the end: the
+            file may be that of an earlier group.
     """
     problem = problem or "nothing was tried"
     where = "there"
+    not_admitted: NotAdmitted | None = None
     with trio.move_on_after(timeout):
         fixed = None
         if isinstance(place.meeting, ThroughMPI):
@@ -156,7 +162,10 @@ async def reach_rank_0(
                     if not is_temporary(error) and not stale and not isinstance(error, (NotTrioUCX, socket.gaierror)):
                         raise
                     problem = str(error)
+                    not_admitted = error if isinstance(error, NotAdmitted) else None
             await trio.sleep(wait)
+    if not_admitted is not None:
+        raise not_admitted
     raise MeetingError(
         f"rank {place.rank} did not find rank 0 {where} within {timeout:.3g} s (from {place.source}): {problem} -- "
         "look whether rank 0 was started, what it has written, and whether this host can connect to its host",

@@ -328,7 +328,10 @@ class Group(metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def wait_replaced(self, rank: int) -> None:
-        """Waits until a new process has joined under the number of a lost rank; returns at once if it is not lost.
+        """Waits until a new process has joined under the number of a lost rank, and all ranks have heard of it.
+
+        Returns at once if the rank was not lost. Afterwards each rank's next collective operation is one of the new
+        generation, also on a rank that has not called this.
 
         Cancellation: it has no effect.
 
@@ -343,7 +346,7 @@ class Group(metaclass=OpenedNotConstructed):
             self._check()
             if self._members.ended is not None:
                 raise again(self._members.ended)
-            if rank not in self._members.lost:
+            if rank not in self._members.lost and self._members.member(rank) <= self._members.heard:
                 return
             await self._members.changed.park()
 

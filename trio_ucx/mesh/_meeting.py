@@ -22,7 +22,7 @@ from .._errors import PeerLost
 from ._errors import MeetingError
 from ._links import GONE, Links, close, first_message, owned
 from ._members import Members, elsewhere
-from ._messages import Answer, Hello, Joined, Leaving, Left, Lost, Suspect, Welcome, decode, encode
+from ._messages import Answer, Heard, Hello, Joined, Leaving, Left, Lost, Suspect, Welcome, decode, encode
 from ._place import Place
 
 #: If one rank cannot reach another: seconds for which rank 0 waits to learn why that one is gone.
@@ -87,6 +87,8 @@ class Coordinator:
         #: Why ranks were refused.
         self._refused: dict[int, str] = {}
         self._controls: dict[int, Channel] = {}
+        #: By rank, the last generation of which it has heard.
+        self._heard: dict[int, int] = {}
         self._telling = False
         self._complete = trio.Event()
         members.name = secrets.token_hex(8)
@@ -142,7 +144,7 @@ class Coordinator:
         owned(arrival.channel.connection, f"the control connection with rank {arrival.hello.rank}")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._attend, arrival.hello.rank, arrival, nursery.cancel_scope)
-            answer = self._refusal(arrival.hello)
+            answer = None if self._complete.is_set() else self._refusal(arrival.hello)
             if answer is None:
                 await self._join(arrival.hello.rank, arrival)
             else:
@@ -185,18 +187,30 @@ class Coordinator:
             with trio.move_on_after(arrival.hello.seconds):
                 while rank not in members.lost and members.ended is None:
                     await self._members.changed.park()  # its loss may not be known yet
-            if members.ended is not None or rank not in members.lost:
-                over = members.ended is not None or rank in members.left
-                text = "the group of before is not over" if over else f"rank {rank} has joined already"
-                await close(arrival.channel, Answer(text, later=over))
+            refusal = self._refusal(arrival.hello)
+            if members.ended is not None or rank in members.left:
+                refusal = Answer("the previous group has not ended", later=True)
+            elif rank not in members.lost:
+                refusal = refusal or Answer(f"rank {rank} has joined already")
+            if refusal is not None:
+                await close(arrival.channel, refusal)
                 return
             self._arrivals[rank] = arrival
             joined = Joined(rank, members.generation + 1, address)
             members.replace(joined)
+            self._heard[rank] = joined.generation
             self._tell(attrs.evolve(joined, address=elsewhere(address)), but=rank)
         self._controls[rank] = arrival.channel
         with suppress(*GONE):  # whoever attends to it finds that out
             await arrival.channel.send(encode(members.welcome()))
+        self._find_heard()
+
+    def _find_heard(self) -> None:
+        """Tells all when they have heard of a generation."""
+        heard = min((self._heard.get(rank, 0) for rank in self._controls), default=self._members.generation)
+        if heard > self._members.heard:
+            self._members.all_heard(heard)
+            self._tell(Heard(heard))
 
     # ---- losses ----
 
@@ -209,6 +223,9 @@ class Coordinator:
                     self._links.nursery.start_soon(self._judge, message)
                 elif isinstance(message, Leaving):
                     self._leaves(rank, message.error)
+                elif isinstance(message, Heard):
+                    self._heard[rank] = message.generation
+                    self._find_heard()
         except (*GONE, ValueError) as error:
             if self._arrivals.get(rank) is arrival:
                 self._ended(rank, why(error))
@@ -222,6 +239,7 @@ class Coordinator:
         self._controls.pop(rank, None)
         if rank not in self._members.left:
             self.lose(rank, reason)
+        self._find_heard()
         self._members.changed.unpark_all()
 
     async def _judge(self, suspect: Suspect) -> None:
@@ -256,7 +274,7 @@ class Coordinator:
         if self._members.lose(rank, reason):
             self._tell(Lost(rank, reason))
 
-    def _tell(self, message: Lost | Left | Joined, but: int | None = None) -> None:
+    def _tell(self, message: Lost | Left | Joined | Heard, but: int | None = None) -> None:
         for rank, channel in list(self._controls.items()):
             if rank != but:
                 _send_soon(self._links.nursery, channel, message)
@@ -333,6 +351,9 @@ class Follower:
                     members.leave(set(message.ranks) - members.left)
                 elif isinstance(message, Joined):
                     members.replace(message)
+                    _send_soon(self._links.nursery, self._control, Heard(message.generation))
+                elif isinstance(message, Heard):
+                    members.all_heard(message.generation)
         except (*GONE, ValueError) as error:
             if not self._leaves:
                 members.lose(0, why(error))
@@ -354,7 +375,7 @@ class Follower:
         await close(self._control, Leaving(error))
 
 
-def _send_soon(nursery: trio.Nursery, channel: Channel, message: Lost | Left | Joined | Suspect) -> None:
+def _send_soon(nursery: trio.Nursery, channel: Channel, message: Lost | Left | Joined | Heard | Suspect) -> None:
     async def send() -> None:
         try:
             await channel.send(encode(message))

@@ -19,6 +19,7 @@ class Members:
     fatal: whether the first loss ends the group.
     name: the group's name.
     generation: how many processes have joined under the numbers of lost ranks.
+    heard: the last generation of which all ranks have heard.
     addresses: by rank, where it listens.
     since: by rank, the generation in which it joined, if that is not 0.
     lost: by rank, why it is not there.
@@ -34,6 +35,7 @@ class Members:
     fatal: bool
     name: str = ""
     generation: int = 0
+    heard: int = 0
     addresses: dict[int, Address] = attrs.field(factory=dict)
     since: dict[int, int] = attrs.field(factory=dict)
     lost: dict[int, RankLostError] = attrs.field(factory=dict)
@@ -98,6 +100,11 @@ class Members:
         self.generation = self.since[joined.rank] = joined.generation
         self.addresses[joined.rank] = joined.address
         self._changed(joined.rank)
+
+    def all_heard(self, generation: int) -> None:
+        """All ranks have heard of a generation."""
+        self.heard = generation
+        self.changed.unpark_all()
 
     def _changed(self, rank: int) -> None:
         for tell in list(self.on_change):

@@ -11,13 +11,14 @@ message           direction    meaning
 :class:`Left`     rank 0 to r  ranks have left
 :class:`Lost`     rank 0 to r  a rank was lost
 :class:`Joined`   rank 0 to r  a new process has joined under the number of a lost rank
+:class:`Heard`    both         rank r has heard of a generation; from rank 0: all ranks have
 ================  ===========  =====================================================================================
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 
@@ -117,10 +118,13 @@ class Joined:
     address: Address
 
 
-Message = Hello | Welcome | Answer | Suspect | Leaving | Left | Lost | Joined
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Hello, Welcome, Answer, Suspect, Leaving, Left, Lost, Joined)
-}
+@attrs.frozen
+class Heard:
+    generation: int
+
+
+Message = Hello | Welcome | Answer | Suspect | Leaving | Left | Lost | Joined | Heard
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 #: What JSON has for a field, by its annotation.

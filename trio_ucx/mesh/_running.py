@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,10 @@ from ._members import Members
 #: What each message begins with: the group's generation, the number of the operation in it, and its kind.
 _HEAD = struct.Struct("<IIB")
 KINDS = ("barrier", "broadcast", "gather", "all_gather")
+#: Seconds after which leaving the group takes long.
+_LONG = 10.0
+
+logger = logging.getLogger("trio_ucx")
 
 
 @attrs.define(eq=False)
@@ -113,7 +118,19 @@ class Collectives:
             call.error = self._loss
 
     async def finish(self) -> None:
-        """Waits until what goes on in the background is over."""
+        """Waits until what goes on in the background is over; when that takes long, a line in the log says so."""
+        with trio.move_on_after(_LONG):
+            await self._idle()
+            return
+        names = ", ".join(KINDS[call.kind] for call in list(self._background)) or "messages of collective operations"
+        logger.warning(
+            "rank %d cannot leave the group yet: it was cancelled in %s, and other ranks have not done their part",
+            self._members.rank,
+            names,
+        )
+        await self._idle()
+
+    async def _idle(self) -> None:
         while self._background or self._behind:
             await self._progress.park()
 
