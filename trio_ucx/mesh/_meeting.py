@@ -207,6 +207,8 @@ class Coordinator:
 
     def _find_heard(self) -> None:
         """Tells all when they have heard of a generation."""
+        if self._members.heard == self._members.generation:
+            return
         heard = min((self._heard.get(rank, 0) for rank in self._controls), default=self._members.generation)
         if heard > self._members.heard:
             self._members.all_heard(heard)
