@@ -616,7 +616,12 @@ class Side:
             return
         cut = stream.pieces(len(data), sending.credit.window, sending.credit.threshold)
         view = memoryview(data)
-        self.write = stream.Write(lambda piece: sending.submit(wire.STREAM, view[piece]), cut)
+
+        def submit(piece: slice) -> Any:
+            self.link.check()
+            return sending.submit(wire.STREAM, view[piece])
+
+        self.write = stream.Write(submit, cut)
         self.advance()
 
     def advance(self) -> None:

@@ -517,8 +517,13 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             waited = False
             refuse_pointers(data, "send")
             with memoryview(data) as view, view.cast("B") as flat:
+
+                def submit(piece: slice) -> Pending | None:
+                    link.check()  # another task may have closed since the last piece
+                    return sending.submit(wire.STREAM, flat[piece])
+
                 cut = stream.pieces(len(flat), sending.credit.window, sending.credit.threshold)
-                write = stream.Write(lambda piece: sending.submit(wire.STREAM, flat[piece]), cut)
+                write = stream.Write(submit, cut)
                 try:
                     while (pending := write.advance()) is not None:
                         await link.engine.waiting.wait(pending, watch=True)

@@ -71,6 +71,11 @@ class Sending:
             return broken("the peer closed the connection", self.share.error, self.ending.origin)
         return self.share.problem()
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing can be sent any more: a wait until something can be sent ends."""
+        return self.problem() is not None or self.ending.state is not CloseState.OPEN
+
     def check(self) -> None:
         """Raises the reason why nothing can be sent, if there is one."""
         problem = self.problem()
@@ -80,7 +85,7 @@ class Sending:
 
     def may_send(self, queue: int) -> bool:
         """Whether a small message could be sent, or would fail; if not, the peer is told."""
-        if self.problem() is not None or self.ending.state is not CloseState.OPEN or self.credit.has_room(queue):
+        if self.over or self.credit.has_room(queue):
             return True
         self.report_stalled()
         return False
@@ -104,11 +109,7 @@ class Sending:
         """Waits until the peer has fewer than ``limit`` messages of a tag queue unread, or nothing can be sent."""
         self.bounded.append((queue, limit))
         try:
-            await self.share.operations.wait_until(
-                lambda: (
-                    self.problem() is not None or self.ending.state is not CloseState.OPEN or self.may_add(queue, limit)
-                )
-            )
+            await self.share.operations.wait_until(lambda: self.over or self.may_add(queue, limit))
         finally:
             self.bounded.remove((queue, limit))
 
@@ -216,13 +217,10 @@ class Sending:
         """Sends a message now, or as soon as there is credit. Returns None when UCX has taken it already.
 
         Raises:
-            trio.ClosedResourceError: another task has closed meanwhile.
             trio.BrokenResourceError: nothing can be sent any more.
             TypeError, ValueError: not a buffer that can be sent.
             MemoryError: there is no memory for it; nothing was sent.
         """
-        if self.ending.state is not CloseState.OPEN:
-            raise trio.ClosedResourceError("this connection was closed")
         if self.batch.parts:
             self.send_batch()
         self.check()
