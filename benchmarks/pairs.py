@@ -21,6 +21,7 @@ from typing import Any
 from . import stats
 from .contenders import ROLES, Contender
 from .control import Line
+from .cpus import free_cores
 from .jobs import BURST_COUNT, Batch, Job, Kind
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,8 +41,8 @@ class PairFailed(Exception):
 
 def two_cpus() -> Cpus:
     """Two cores of those that we may use; none where there is only one."""
-    allowed = sorted(os.sched_getaffinity(0))
-    return (allowed[0], allowed[1]) if len(allowed) > 1 else (None, None)
+    cores = free_cores()
+    return (cores[0], cores[1]) if len(cores) > 1 else (None, None)
 
 
 class Pair:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -336,6 +337,30 @@ def test_the_buffer_protocol_comes_first(driver: FakeDriver) -> None:
     assert Pinned(b"abc").memory == Pinned(bytearray(3)).memory == MemoryType.HOST + 1
     # Their memory may be anybody's, managed by a device, too: UCX looks.
     assert Pinned(np.zeros(3)).memory == Pinned(memoryview(b"abc")).memory == 0
+
+
+def test_a_buffer_protocol_that_only_fails(driver: FakeDriver) -> None:
+    """As that of JAX's arrays in device memory."""
+    memory = (ctypes.c_uint8 * 48)(*range(48))
+    tensor = described(memory, device=CUDA)
+
+    class OnDevice(mmap.mmap):
+        def __dlpack__(self, **options: Any) -> Any:
+            return tensor.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> Any:
+            return tensor.__dlpack_device__()
+
+    array = OnDevice(-1, 48)
+    array.close()
+    with pytest.raises(ValueError, match="closed"):
+        memoryview(array)
+    for each in (array, [array]):
+        pins = Pinned(each)
+        assert (pins.memory, pins.size) == (MemoryType.CUDA + 1, 48)
+        pins.release()
+    with pytest.raises(ValueError, match="strided OnDevice in device memory"):
+        Pinned(Strided(array))
 
 
 # ---- the driver ----

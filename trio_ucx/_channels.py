@@ -114,6 +114,13 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         self._check()
         return await self._connection.receive(tag=QueueNumber(self._talk.into), max_size=max_size)
 
+    def _take_ready(self) -> bytes | None:
+        """Receives the next message if it is in memory of ours. Polls for a small one, if no schedule point is due."""
+        self._check()
+        link = self._connection._link
+        link.check()
+        return link.receiving.take_ready(self._talk.into, link.receiving.max_message_size)
+
     @enable_ki_protection
     async def receive_into(self, buffer: WritableBuffer) -> int:
         """Receives the next message into a buffer; see :meth:`Connection.receive_into`.

@@ -12,6 +12,7 @@ import dis
 import faulthandler
 import functools
 import gc
+import itertools
 import json
 import signal
 import sys
@@ -48,8 +49,21 @@ def scenario(function: Scenario) -> Scenario:
 
 @functools.cache
 def loops(code: CodeType) -> frozenset[int]:
-    """Where in the code loops go back, as values of ``f_lasti``."""
-    return frozenset(each.offset for each in dis.get_instructions(code) if each.opname == "JUMP_BACKWARD")
+    """Where in the code loops go back, as values of ``f_lasti``.
+
+    Without the jumps that CPython (3.12, 3.13) has put outside the ``with`` or ``try`` that surrounds the loop: an
+    interrupt there leaves the block without its ``__exit__``, whoever has written it.
+    """
+    bytecode = dis.Bytecode(code)
+
+    def handlers(instruction: dis.Instruction) -> list[int]:
+        return [each.target for each in bytecode.exception_entries if each.start <= instruction.offset < each.end]
+
+    return frozenset(
+        each.offset
+        for before, each in itertools.pairwise(bytecode)
+        if each.opname == "JUMP_BACKWARD" and handlers(each) == handlers(before)
+    )
 
 
 @functools.cache

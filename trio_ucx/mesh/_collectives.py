@@ -24,7 +24,7 @@ from typing import Any
 import attrs
 
 
-@attrs.frozen
+@attrs.define
 class Post:
     """A message to a rank."""
 
@@ -32,7 +32,7 @@ class Post:
     data: bytes
 
 
-@attrs.frozen
+@attrs.define
 class Take:
     """The next message of a rank."""
 
@@ -119,6 +119,8 @@ def encode_value(value: Any) -> bytes:
     Raises:
         TypeError: it is neither.
     """
+    if type(value) is bytes:
+        return b"\0" + value
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         return _encode_array(numpy, value)

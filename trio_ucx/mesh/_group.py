@@ -14,7 +14,6 @@ from trio.lowlevel import enable_ki_protection
 from .._connection import Connection, check_max_size, check_tag
 from ..ucp._engine.waits import Signal
 from ..ucp._memory.buffers import Buffer, WritableBuffer
-from ..ucp._tag import SHORT
 from ..ucp._util import OpenedNotConstructed, check_integer
 from . import _collectives as collectives
 from ._errors import RankLostError, again
@@ -22,6 +21,9 @@ from ._links import GONE, Link, Links
 from ._meeting import VERDICT, Coordinator, Follower, why
 from ._members import Members
 from ._running import KINDS, Collectives
+
+#: Bytes of a message that :meth:`Group.send_receive` copies. To start a task that sends it takes longer.
+_COPIED = 64 * 1024
 
 _T = TypeVar("_T")
 
@@ -254,7 +256,7 @@ class Group(metaclass=OpenedNotConstructed):
             await receive(source)
         elif source is None:
             await self.send(to, data, tag=tag)
-        elif isinstance(data, (bytes, bytearray)) and len(data) <= SHORT and await self._use(to, sent_at_once):
+        elif _is_small(data) and await self._use(to, sent_at_once):
             await receive(source)
         else:
             try:
@@ -435,6 +437,15 @@ class Group(metaclass=OpenedNotConstructed):
     async def _run(self, kind: str, steps: collectives.Steps) -> Any:
         self._check()
         return await self._collectives.run(KINDS.index(kind), steps)
+
+
+def _is_small(data: Any) -> bool:
+    """Whether it is host memory that is sooner copied than sent by a task of its own."""
+    try:
+        with memoryview(data) as view:
+            return view.c_contiguous and view.nbytes <= _COPIED
+    except (TypeError, ValueError, BufferError):
+        return False
 
 
 def _has_left() -> trio.ClosedResourceError:

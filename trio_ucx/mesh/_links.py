@@ -86,6 +86,16 @@ class Link:
         with self.connection._link.receiving.watching((tag,), signal):
             yield
 
+    def take(self) -> bytes | None:
+        """Takes the next message of collectives if it is there. Polls for it, if that has been paying."""
+        assert self.channel is not None
+        return self.channel._take_ready()
+
+    async def schedule_point(self) -> None:
+        """Lets other tasks run, if that is due."""
+        assert self.connection is not None
+        await self.connection._link.engine.waiting.schedule_point()
+
     def end(self) -> None:
         """The rank has gone: waiting tasks go on, and find out why."""
         if self.connection is not None:

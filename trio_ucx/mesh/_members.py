@@ -118,8 +118,9 @@ class Members:
 
     def any_error(self) -> RankLostError | None:
         """Why not all ranks can take part in something, if so: the first loss."""
-        error = self.ended or next(iter(self.lost.values()), None)
-        return None if error is None else again(error)
+        if self.ended is None and not self.lost:
+            return None
+        return again(self.ended or next(iter(self.lost.values())))
 
 
 def elsewhere(address: Address) -> Address:

@@ -6,7 +6,7 @@ import logging
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import trio
@@ -23,6 +23,7 @@ KINDS = ("barrier", "broadcast", "gather", "all_gather")
 _LONG = 10.0
 
 logger = logging.getLogger("trio_ucx")
+_T = TypeVar("_T")
 
 
 @attrs.define(eq=False)
@@ -37,6 +38,10 @@ class _Call:
     over: bool = False
     value: Any = None
     error: Exception | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.over or self.error is not None
 
     def advance(self, answer: bytes | None) -> None:
         try:
@@ -62,9 +67,9 @@ class Collectives:
         self._generation = self._number = 0
         #: Whether a task is in an operation.
         self._busy = False
-        #: The operation that runs, perhaps in the background, to be interrupted when a rank is lost; and that loss.
+        #: The operation that runs, perhaps in the background, or ran last; and what interrupts its wait.
+        self._current: _Call | None = None
         self._scope: trio.CancelScope | None = None
-        self._loss: RankLostError | None = None
         #: What goes on in the background, one after the other: a cancelled operation, and what was called meanwhile.
         self._background: deque[_Call] = deque()
         #: Links with messages that wait for the peer's window.
@@ -74,9 +79,10 @@ class Collectives:
         members.on_change.append(self._interrupt)
 
     def _interrupt(self, rank: int) -> None:
-        if self._scope is not None and self._loss is None:
-            self._loss = self._members.any_error()
-            if self._loss is not None:
+        call = self._current
+        if call is not None and not call.ended:
+            call.error = self._members.any_error()
+            if call.error is not None and self._scope is not None:
                 self._scope.cancel()
 
     async def run(self, kind: int, steps: Steps) -> Any:
@@ -93,29 +99,18 @@ class Collectives:
                 self._background.append(call)
                 while call in self._background:
                     await self._progress.park()
-            else:
-                await self._run_here(call)
+            elif not await self._run(call):
+                await trio.lowlevel.checkpoint()
+        except trio.Cancelled:
+            if not call.ended and call not in self._background:
+                self._background.append(call)
+                self._links.nursery.start_soon(self._go_on)
+            raise
         finally:
             self._busy = False
         if call.error is not None:
             raise call.error
         return call.value
-
-    async def _run_here(self, call: _Call) -> None:
-        self._loss = None
-        with trio.CancelScope() as self._scope:
-            try:
-                if not await self._run(call):
-                    await trio.lowlevel.checkpoint()
-            except trio.Cancelled:
-                if self._loss is None:
-                    self._background.append(call)
-                    self._links.nursery.start_soon(self._go_on)
-                raise
-            finally:
-                self._scope = None
-        if not call.over:
-            call.error = self._loss
 
     async def finish(self) -> None:
         """Waits until what goes on in the background is over; when that takes long, a line in the log says so."""
@@ -144,17 +139,10 @@ class Collectives:
         try:
             while self._background:
                 call = self._background[0]
-                self._loss = self._members.any_error()
                 try:
-                    with trio.CancelScope() as self._scope:
-                        if self._loss is None:
-                            await self._run(call)
-                    if not call.over:
-                        call.error = self._loss
+                    await self._run(call)
                 except (RankLostError, RuntimeError, trio.ClosedResourceError) as error:
                     call.error = error  # if nobody waits for it, the next operation of this rank finds that out
-                finally:
-                    self._scope = None
                 self._background.popleft()
                 self._progress.unpark_all()
         finally:
@@ -166,10 +154,13 @@ class Collectives:
     async def _run(self, call: _Call) -> bool:
         """Returns whether it has received something, which is a checkpoint."""
         received = False
+        self._current = call
         if not call.number:
             await self._begin(call)
         while not call.over:
-            link = await self._links.connected(call.step.rank)
+            link = self._links.by_rank.get(call.step.rank)
+            if link is None or link.channel is None:
+                link = await self._wait(call, self._links.connected, call.step.rank)
             try:
                 if isinstance(call.step, Post):
                     self._post(link, _HEAD.pack(call.generation, call.number, call.kind) + call.step.data)
@@ -178,12 +169,23 @@ class Collectives:
                     call.advance(await self._take(link, call))
                     received = True
             except GONE as error:
-                raise await self._explain(link, error) from error
+                raise await self._wait(call, self._explain, link, error) from error
         return received
+
+    async def _wait(self, call: _Call, function: Callable[..., Awaitable[_T]], *arguments: Any) -> _T:
+        """Waits for a function. The loss of any rank ends the wait, and the operation."""
+        if call.error is None:
+            with trio.CancelScope() as self._scope:
+                try:
+                    return await function(*arguments)
+                finally:
+                    self._scope = None
+        assert call.error is not None
+        raise call.error
 
     async def _begin(self, call: _Call) -> None:
         while self._behind:
-            await self._progress.park()
+            await self._wait(call, self._progress.park)
         self._check()
         if self._generation != self._members.generation:
             self._generation, self._number = self._members.generation, 0
@@ -217,13 +219,19 @@ class Collectives:
             self._progress.unpark_all()
 
     async def _take(self, link: Link, call: _Call) -> bytes:
-        assert link.channel is not None
+        await trio.lowlevel.checkpoint_if_cancelled()
         while True:
-            message = link.pending.pop(0) if link.pending else await link.channel.receive()
+            message = link.pending.pop(0) if link.pending else link.take()
+            if message is None:
+                assert link.channel is not None
+                message = await self._wait(call, link.channel.receive)
+            else:
+                await link.schedule_point()
             generation, number, kind = _HEAD.unpack_from(message)
             if generation > call.generation:
                 link.pending.insert(0, message)
-                await trio.sleep_forever()  # a rank was lost, and has been replaced: that will interrupt us
+                # A rank was lost, and has been replaced: that will interrupt us.
+                await self._wait(call, trio.sleep_forever)
             if generation == call.generation:
                 if (number, kind) != (call.number, call.kind):
                     link.pending.insert(0, message)

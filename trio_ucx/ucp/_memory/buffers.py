@@ -17,7 +17,7 @@ from trio.lowlevel import enable_ki_protection
 
 from ..._native import ffi, lib
 from . import cuda as _cuda
-from .foreign import Array, DeviceBuffer, MemoryType, array_of
+from .foreign import Array, DeviceBuffer, MemoryType, array_of, on_device
 from .pointers import refuse_pointers
 from .protocols import SupportsBuffer, SupportsCudaArray, SupportsDLPack, SupportsWritableBuffer
 from .strided import Strided, StridedMemory
@@ -61,14 +61,14 @@ def _export(data: Any, writable: bool) -> Any:
 
 
 def _explain(data: Any, writable: bool) -> Exception | None:
-    """Why a buffer cannot be exported; None if it is no buffer."""
+    """Why a buffer cannot be exported; None if it is no buffer, or one in a device's memory."""
     purpose = "receive into" if writable else "send"
     try:
         view = memoryview(data)
     except TypeError:
         return None
     except (ValueError, BufferError) as error:
-        return ValueError(f"cannot {purpose} this {type(data).__name__}: {error}")
+        return None if on_device(data) else ValueError(f"cannot {purpose} this {type(data).__name__}: {error}")
     with view:
         if not view.c_contiguous:
             return ValueError(

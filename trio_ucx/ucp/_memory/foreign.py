@@ -125,6 +125,14 @@ def array_of(data: object) -> Array | None:
     return None
 
 
+def on_device(data: Any) -> bool:
+    """Whether ``data`` says that a device has its memory. Some such arrays have a buffer protocol, which only fails."""
+    try:
+        return hasattr(data, "__dlpack_device__") and _DEVICES[data.__dlpack_device__()[0]] is not MemoryType.HOST
+    except Exception:
+        return False
+
+
 # ---- __cuda_array_interface__, versions 0 to 3 ----
 
 

@@ -9,7 +9,7 @@ import attrs
 from trio.lowlevel import enable_ki_protection
 
 from ..._native import ffi, lib
-from .foreign import Array, MemoryType, array_of
+from .foreign import Array, MemoryType, array_of, on_device
 from .pointers import refuse_pointers
 from .protocols import SupportsBuffer, SupportsDLPack
 
@@ -81,6 +81,10 @@ def _exported(data: object, writable: bool) -> Array | None:
         _get_buffer(data, ctypes.byref(export), _STRIDES | (_WRITABLE if writable else 0))
     except TypeError:
         return None
+    except (ValueError, BufferError):
+        if on_device(data):
+            return None
+        raise
     export._held = True
     if export.ndim > 0 and not export.strides:  # numpy's datetime64 scalars do not care what they are asked for
         return Array(export.buf or 0, 1, (export.len,), None, None, bool(export.readonly), export)
