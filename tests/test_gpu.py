@@ -215,6 +215,35 @@ async def test_dlpack_and_managed_memory(worker: ucp.Worker, device: Device) -> 
             assert column[:, 1].tobytes() == data
 
 
+@pytest.mark.parametrize("size", [10, 2**20])
+@pytest.mark.parametrize("library", ["cupy", "torch", "jax"])
+async def test_arrays_of(worker: ucp.Worker, library: str, size: int) -> None:
+    module: Any = pytest.importorskip("jax.numpy" if library == "jax" else library)
+    numbers = np.arange(size, dtype=np.float32)
+    if library == "torch":
+        source, target = torch_arrays(module, numbers)
+    else:
+        source = module.asarray(numbers)
+        target = None if library == "jax" else module.zeros_like(source)
+    async with open_pair(worker) as (client, server):
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.send, source)
+                if target is None:
+                    with pytest.raises(TypeError, match="read-only"):
+                        await server.receive_into(source)
+                    received = np.frombuffer(await server.receive(), np.float32)
+                else:
+                    assert await server.receive_into(target) == numbers.nbytes
+                    received = target.get() if library == "cupy" else target.cpu().numpy()
+    assert np.array_equal(received, numbers)
+
+
+def torch_arrays(torch: Any, numbers: Any) -> tuple[Any, Any]:
+    source = torch.from_numpy(numbers).cuda()
+    return source, torch.zeros_like(source)
+
+
 async def test_work_in_the_named_stream_is_waited_for(worker: ucp.Worker, device: Device) -> None:
     size = 64 * 2**20
     stream = ctypes.c_void_p()

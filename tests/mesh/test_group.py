@@ -97,6 +97,30 @@ async def test_send_receive_in_a_ring(tmp_path: Path) -> None:
     await run_ranks(tmp_path, 4, body)
 
 
+async def test_send_receive_of_arrays(tmp_path: Path) -> None:
+    """They may be changed as soon as it has returned, whether they were copied or not."""
+
+    async def body(group: mesh.Group) -> None:
+        right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        for rows in (0, 1, 8, 9, 200):  # 8 KiB each
+            data = np.full((rows, 1024), float(group.rank))
+            into = np.full((rows, 1024), -1.0)
+            assert await group.send_receive(data, to=right, source=left, into=into) == into.nbytes
+            data[:] = -2
+            await group.barrier()
+            assert (into == left).all()
+        with pytest.raises(ValueError, match=r"ucp\.Strided"):
+            await group.send_receive(data[:, 1], to=right, source=left, tag=1)
+        with pytest.raises(TypeError, match="objects"):
+            await group.send_receive(np.array([{}], dtype=object), to=right, source=left, tag=1)
+        column = np.zeros(rows)
+        data[:, 1] = range(rows)
+        await group.send_receive(ucp.Strided(data[:, 1]), to=right, source=left, into=column)
+        assert list(column) == list(range(rows))
+
+    await run_ranks(tmp_path, 3, body)
+
+
 async def test_send_receive_sends_once_when_ucx_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``send_short`` gives an operation then, and the message has been posted."""
     original = Sending.send_short
