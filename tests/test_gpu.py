@@ -94,6 +94,7 @@ class Device:
         for memory in self.memories:
             if memory.address:
                 self.call("cuMemFree_v2", ctypes.c_uint64(memory.address))
+        self.call("cuCtxSetCurrent", None)  # UCX crashes where the current one is gone
         self.call("cuDevicePrimaryCtxRelease_v2", 0)
 
 
