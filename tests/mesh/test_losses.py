@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import trio
 
+import trio_ucx
 from trio_ucx import mesh, ucp
 from trio_ucx.mesh import _meeting, _running
 
@@ -20,12 +22,13 @@ class Ranks:
 
     def __init__(self, folder: Path, size: int, on_loss: Literal["cancel", "continue"]) -> None:
         self.size = size
+        self.yield_interval = 0.0
         self._options: dict[str, Any] = {"meeting": f"file://{folder}/meeting", "on_loss": on_loss, "size": size}
         #: By rank, what its last run has ended with.
         self.ends: dict[int, Any] = {}
 
     async def run(self, rank: int, body: Body, **options: Any) -> None:
-        async with ucp.open_worker() as worker:
+        async with ucp.open_worker(yield_interval=self.yield_interval) as worker:
             try:
                 async with mesh.join(rank=rank, worker=worker, **{**self._options, **options}) as group:
                     self.ends[rank] = await body(group)
@@ -189,13 +192,21 @@ async def test_rank_0_has_left_before_anybody_needed_it(tmp_path: Path, wait: st
     assert ends[1].reason == "it has left the group"
 
 
-@pytest.mark.parametrize("operation", ["receive", "receive_any"])
+OUTSIDE: dict[str, Callable[[mesh.Group], Awaitable[Any]]] = {
+    "receive": lambda group: group.receive(2),
+    "receive_any": lambda group: group.receive_any(),
+    "send, not connected": lambda group: group.send(2, b""),
+    "barrier": lambda group: group.barrier(),
+}
+
+
+@pytest.mark.parametrize("operation", OUTSIDE)
 async def test_a_task_outside_the_block_harms_nobody_when_this_rank_leaves(tmp_path: Path, operation: str) -> None:
     errors = []
 
     async def outside(group: mesh.Group) -> None:
         try:
-            await (group.receive(2) if operation == "receive" else group.receive_any())
+            await OUTSIDE[operation](group)
         except trio.ClosedResourceError as error:
             errors.append(error)
 
@@ -203,10 +214,15 @@ async def test_a_task_outside_the_block_harms_nobody_when_this_rank_leaves(tmp_p
 
     async def run(rank: int, nursery: trio.Nursery) -> None:
         async def body(group: mesh.Group) -> None:
-            await group.barrier()
+            if "connected" not in operation:
+                await group.barrier()
             if rank == 1:
                 nursery.start_soon(outside, group)
-                await trio.sleep(0.05)
+                if "connected" in operation:  # it is about to connect
+                    for _ in range(3):
+                        await trio.lowlevel.checkpoint()
+                else:
+                    await trio.sleep(0.05)
             else:
                 await trio.sleep(0.4)
 
@@ -282,6 +298,31 @@ async def test_leaving_that_waits_for_a_collective_says_so(
     assert await ranks.run_all(body) == {0: None, 1: None}
     [line] = [one.getMessage() for one in caplog.records if "cannot leave" in one.getMessage()]
     assert "rank 0" in line and "barrier" in line
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_collective_that_gets_too_long_a_message(tmp_path: Path, cancelled: bool) -> None:
+    ranks = Ranks(tmp_path, 2, "cancel")
+
+    async def body(group: mesh.Group) -> Any:
+        await group.barrier()
+        if group.rank == 0:
+            await trio.sleep(0.2)
+            await group.broadcast(bytes(5000))
+        else:
+            with trio.move_on_after(0.1 if cancelled else 10):
+                await group.broadcast()
+        return await group.all_gather(bytes([group.rank]))
+
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            for rank in range(2):
+                nursery.start_soon(partial(ranks.run, rank, body, max_message_size=1000))
+    if cancelled:  # nobody waits for it
+        assert ranks.ends == {0: [b"\0", b"\1"], 1: [b"\0", b"\1"]}
+    else:
+        assert isinstance(ranks.ends[1], trio_ucx.MessageTooLong)
+        assert isinstance(ranks.ends[0], mesh.RankLostError)
 
 
 class TestContinue:
@@ -482,6 +523,66 @@ class TestContinue:
                     nursery.start_soon(ranks.run, rank, body)
         result = b"" if gives_up else [b"0", b"1", b"2"]
         assert ranks.ends[0] == ranks.ends[1] == result, ranks.ends
+
+    async def test_what_was_called_before_a_loss_fails(self, tmp_path: Path) -> None:
+        """Also behind a cancelled operation, when this rank hears of the loss and of the replacement at once."""
+        ranks = Ranks(tmp_path, 3, "continue")
+        ranks.yield_interval = 0.5
+
+        async def body(group: mesh.Group) -> Any:
+            if group.generation == 0:
+                await group.barrier()
+                if group.rank == 2:
+                    await trio.sleep(0.5)
+                    raise ValueError("dead")
+                if group.rank == 1:
+                    with trio.move_on_after(0.05):
+                        await group.barrier()
+                    with pytest.raises(mesh.RankLostError):
+                        await group.barrier()
+                while group.generation == 0:
+                    await trio.sleep(0.01)
+                await group.wait_replaced(2)
+            return await group.all_gather(b"%d" % group.rank)
+
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                for rank in range(3):
+                    nursery.start_soon(ranks.run, rank, body)
+                await trio.sleep(0.3)
+                nursery.start_soon(ranks.run, 2, body)
+        assert ranks.ends == {rank: [b"0", b"1", b"2"] for rank in range(3)}
+
+    async def test_a_message_that_waits_when_a_rank_is_lost_is_dropped(self, tmp_path: Path) -> None:
+        """Nobody would take it: whoever posted it would wait for ever with the next operation."""
+        ranks = Ranks(tmp_path, 3, "continue")
+
+        async def body(group: mesh.Group) -> Any:
+            if group.generation == 0:
+                await group.barrier()
+                if group.rank == 0:
+                    with trio.move_on_after(0.3):  # rank 1 does not read: its window gets full
+                        while True:
+                            await group.send(1, bytes(8000), tag=5)
+                    await group.broadcast(bytes(9000))  # the root does not wait
+                await trio.sleep(0.6 if group.rank else 0.1)
+                if group.rank == 2:
+                    raise ValueError("dead")
+                while not group.lost:
+                    await trio.sleep(0.01)
+                lost.set()
+                await group.wait_replaced(2)
+            gathered = await group.gather(b"%d" % group.rank, root=2)
+            return gathered, await group.broadcast(b"go on" if group.rank == 2 else None, root=2)
+
+        lost = trio.Event()
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                for rank in range(3):
+                    nursery.start_soon(ranks.run, rank, body)
+                await lost.wait()
+                nursery.start_soon(ranks.run, 2, body)
+        assert ranks.ends == {0: (None, b"go on"), 1: (None, b"go on"), 2: ([b"0", b"1", b"2"], b"go on")}
 
     async def test_the_loss_of_rank_0_ends_the_group(self, tmp_path: Path) -> None:
         async def body(group: mesh.Group) -> None:

@@ -17,7 +17,7 @@ from ..ucp._memory.buffers import Buffer, WritableBuffer
 from ..ucp._util import OpenedNotConstructed, check_integer
 from . import _collectives as collectives
 from ._errors import RankLostError, again
-from ._links import GONE, Link, Links
+from ._links import GONE, Link, Links, has_left
 from ._meeting import VERDICT, Coordinator, Follower, why
 from ._members import Members
 from ._running import KINDS, Collectives
@@ -94,7 +94,7 @@ class Group(metaclass=OpenedNotConstructed):
 
     def _check(self) -> None:
         if self._links.leaving:
-            raise _has_left()
+            raise has_left()
 
     def _check_rank(self, rank: int) -> int:
         rank = check_integer(rank, "the rank", 0, self.size - 1)
@@ -124,7 +124,7 @@ class Group(metaclass=OpenedNotConstructed):
         """The error for an operation with a rank whose connection has ended: rank 0 says which rank was lost."""
         rank = link.rank
         if self._links.leaving:
-            return _has_left()
+            return has_left()
         if self._links.by_rank.get(rank) is not link:
             return again(self._members.losses[rank])  # and another process has its number
         if rank not in self._members.lost:
@@ -133,7 +133,7 @@ class Group(metaclass=OpenedNotConstructed):
             while (lost := self._members.error(rank)) is None:
                 await self._members.changed.park()
                 if self._links.leaving:
-                    return _has_left()
+                    return has_left()
             return lost
         return RankLostError(rank, why(error))
 
@@ -387,6 +387,7 @@ class Group(metaclass=OpenedNotConstructed):
 
         Raises:
             RankLostError, RuntimeError, trio.BusyResourceError, trio.ClosedResourceError: as for :meth:`barrier`.
+            MessageTooLong, MemoryError: as for :meth:`receive`. This rank's part is not done then.
             TypeError, ValueError: wrong data or root.
         """
         root = check_integer(root, "root", 0, self.size - 1)
@@ -446,7 +447,3 @@ def _is_small(data: Any) -> bool:
             return view.c_contiguous and view.nbytes <= _COPIED
     except (TypeError, ValueError, BufferError):
         return False
-
-
-def _has_left() -> trio.ClosedResourceError:
-    return trio.ClosedResourceError("this rank has left the group")

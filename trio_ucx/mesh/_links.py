@@ -37,6 +37,10 @@ _LATE = 10
 _LONGEST_HELLO = 4096
 
 
+def has_left() -> trio.ClosedResourceError:
+    return trio.ClosedResourceError("this rank has left the group")
+
+
 def owned(connection: Connection, what: str) -> None:
     """Says in reports what a connection is."""
     connection._link.owner = f"a group: {what}"
@@ -153,6 +157,7 @@ class Links:
 
         Raises:
             RankLostError: the rank was lost.
+            trio.ClosedResourceError: there is no connection, and this rank has left the group.
         """
         while True:
             link = self.link(rank)
@@ -161,6 +166,8 @@ class Links:
                 raise error
             if link.connection is not None:
                 return link
+            if self.leaving:
+                raise has_left()
             if not link.connecting:
                 link.connecting = True
                 self.nursery.start_soon(self._connect, link)

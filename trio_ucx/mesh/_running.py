@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import attrs
 import trio
 
+from ..ucp._status import MessageTooLong
 from ._collectives import Post, Steps
 from ._errors import RankLostError
 from ._links import GONE, Link, Links
@@ -39,9 +40,9 @@ class _Call:
     value: Any = None
     error: Exception | None = None
 
-    @property
-    def ended(self) -> bool:
-        return self.over or self.error is not None
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
 
     def advance(self, answer: bytes | None) -> None:
         try:
@@ -72,18 +73,23 @@ class Collectives:
         self._scope: trio.CancelScope | None = None
         #: What goes on in the background, one after the other: a cancelled operation, and what was called meanwhile.
         self._background: deque[_Call] = deque()
-        #: Links with messages that wait for the peer's window.
-        self._behind: set[Link] = set()
+        #: Links with messages that wait for the peer's window, and what ends that.
+        self._behind: dict[Link, trio.CancelScope] = {}
         #: Where tasks wait for progress in the background.
         self._progress = trio.lowlevel.ParkingLot()
         members.on_change.append(self._interrupt)
 
     def _interrupt(self, rank: int) -> None:
-        call = self._current
-        if call is not None and not call.ended:
-            call.error = self._members.any_error()
-            if call.error is not None and self._scope is not None:
-                self._scope.cancel()
+        """When a rank is lost, all operations that were called before fail, and nobody takes their messages."""
+        loss = self._members.any_error()
+        if loss is None:
+            return
+        for call in (self._current, *self._background):
+            if call is not None and call.error is None:
+                call.error = loss
+        for scope in (self._scope, *self._behind.values()):
+            if scope is not None:
+                scope.cancel()
 
     async def run(self, kind: int, steps: Steps) -> Any:
         """Runs one. If the task is cancelled, the rest of it is done in the background."""
@@ -101,15 +107,15 @@ class Collectives:
                     await self._progress.park()
             elif not await self._run(call):
                 await trio.lowlevel.checkpoint()
-        except trio.Cancelled:
-            if not call.ended and call not in self._background:
+        except (trio.Cancelled, KeyboardInterrupt):
+            if not call.over and call.error is None and call not in self._background:
                 self._background.append(call)
                 self._links.nursery.start_soon(self._go_on)
             raise
         finally:
             self._busy = False
-        if call.error is not None:
-            raise call.error
+        if not call.over:
+            call.check()
         return call.value
 
     async def finish(self) -> None:
@@ -141,7 +147,7 @@ class Collectives:
                 call = self._background[0]
                 try:
                     await self._run(call)
-                except (RankLostError, RuntimeError, trio.ClosedResourceError) as error:
+                except (RankLostError, RuntimeError, MessageTooLong, MemoryError, trio.ClosedResourceError) as error:
                     call.error = error  # if nobody waits for it, the next operation of this rank finds that out
                 self._background.popleft()
                 self._progress.unpark_all()
@@ -158,6 +164,7 @@ class Collectives:
         if not call.number:
             await self._begin(call)
         while not call.over:
+            call.check()
             link = self._links.by_rank.get(call.step.rank)
             if link is None or link.channel is None:
                 link = await self._wait(call, self._links.connected, call.step.rank)
@@ -174,16 +181,17 @@ class Collectives:
 
     async def _wait(self, call: _Call, function: Callable[..., Awaitable[_T]], *arguments: Any) -> _T:
         """Waits for a function. The loss of any rank ends the wait, and the operation."""
-        if call.error is None:
-            with trio.CancelScope() as self._scope:
-                try:
-                    return await function(*arguments)
-                finally:
-                    self._scope = None
-        assert call.error is not None
-        raise call.error
+        call.check()
+        with trio.CancelScope() as self._scope:
+            try:
+                result = await function(*arguments)
+            finally:
+                self._scope = None
+        call.check()
+        return result
 
     async def _begin(self, call: _Call) -> None:
+        call.check()
         while self._behind:
             await self._wait(call, self._progress.park)
         self._check()
@@ -202,20 +210,22 @@ class Collectives:
                 link.channel.send_nowait(message)
                 return
             except trio.WouldBlock:
-                self._behind.add(link)
+                self._behind[link] = trio.CancelScope()
                 self._links.nursery.start_soon(self._catch_up, link)
         link.outbox.append(message)
 
     async def _catch_up(self, link: Link) -> None:
         assert link.channel is not None
         try:
-            while link.outbox:
-                await link.channel.send(link.outbox[0])
-                link.outbox.pop(0)
+            with self._behind[link]:
+                while link.outbox:
+                    await link.channel.send(link.outbox[0])
+                    link.outbox.pop(0)
         except GONE:
-            link.outbox.clear()
+            pass
         finally:
-            self._behind.discard(link)
+            link.outbox.clear()
+            del self._behind[link]
             self._progress.unpark_all()
 
     async def _take(self, link: Link, call: _Call) -> bytes:
