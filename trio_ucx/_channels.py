@@ -115,7 +115,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         return await self._connection.receive(tag=QueueNumber(self._talk.into), max_size=max_size)
 
     def _take_ready(self) -> bytes | None:
-        """Receives the next message if it is in memory of ours. Polls for a small one, if no schedule point is due."""
+        """Takes the next message if it is there; see :meth:`Receiving.take_ready`."""
         self._check()
         link = self._connection._link
         link.check()

@@ -51,8 +51,8 @@ def scenario(function: Scenario) -> Scenario:
 def loops(code: CodeType) -> frozenset[int]:
     """Where in the code loops go back, as values of ``f_lasti``.
 
-    Without the jumps that CPython (3.12, 3.13) has put outside the ``with`` or ``try`` that surrounds the loop: an
-    interrupt there leaves the block without its ``__exit__``, whoever has written it.
+    Without the jumps that CPython 3.12 and 3.13 put outside the ``with`` or ``try`` around the loop: in any program, an
+    interrupt there leaves the block without its ``__exit__``.
     """
     bytecode = dis.Bytecode(code)
 

@@ -22,7 +22,7 @@ from ._meeting import VERDICT, Coordinator, Follower, why
 from ._members import Members
 from ._running import KINDS, Collectives
 
-#: Bytes of a message that :meth:`Group.send_receive` copies. To start a task that sends it takes longer.
+#: The longest message, in bytes, that :meth:`Group.send_receive` copies: to start a task that sends it takes longer.
 _COPIED = 64 * 1024
 
 _T = TypeVar("_T")
@@ -364,7 +364,7 @@ class Group(metaclass=OpenedNotConstructed):
         in the background, and its next collective operation begins after that.
 
         Raises:
-            RankLostError: a rank was lost, and has not been replaced.
+            RankLostError: a rank was lost after this was called, or before, and has not been replaced.
             RuntimeError: another rank is in another operation.
             trio.BusyResourceError: another task of this rank is in one.
             trio.ClosedResourceError: this rank has left the group.
@@ -387,7 +387,8 @@ class Group(metaclass=OpenedNotConstructed):
 
         Raises:
             RankLostError, RuntimeError, trio.BusyResourceError, trio.ClosedResourceError: as for :meth:`barrier`.
-            MessageTooLong, MemoryError: as for :meth:`receive`. This rank's part is not done then.
+            MessageTooLong, MemoryError: as for :meth:`receive`. This rank has not done its part then, so it should
+                leave the group. (If the operation was cancelled, the rank counts as lost.)
             TypeError, ValueError: wrong data or root.
         """
         root = check_integer(root, "root", 0, self.size - 1)
@@ -441,7 +442,7 @@ class Group(metaclass=OpenedNotConstructed):
 
 
 def _is_small(data: Any) -> bool:
-    """Whether it is host memory that is sooner copied than sent by a task of its own."""
+    """Whether it is contiguous host memory, and so short that a copy costs less than a task that sends it."""
     try:
         with memoryview(data) as view:
             return view.c_contiguous and view.nbytes <= _COPIED

@@ -202,11 +202,18 @@ async def _leave(group: Group) -> None:
 
 
 async def _leave_by_force(group: Group, error: BaseException) -> None:
-    ended = group._members.ended
+    words = _last_words(group, error)
     group._leave()
     skip_finalize()  # the others may never finalise MPI
     with trio.CancelScope(shield=True), trio.move_on_after(_LAST_WORDS):
-        await group._centre.leave_with("" if ended is not None else _words(error))
+        await group._centre.leave_with(words)
+
+
+def _last_words(group: Group, error: BaseException) -> str:
+    ended = group._members.ended
+    if ended is None:
+        return _words(error)
+    return ended.reason if ended.rank == group.rank else ""  # the others know the reason already
 
 
 def _words(error: BaseException) -> str:

@@ -91,7 +91,7 @@ class Link:
             yield
 
     def take(self) -> bytes | None:
-        """Takes the next message of collectives if it is there. Polls for it, if that has been paying."""
+        """Takes the next message of collectives if it is there; see :meth:`Receiving.take_ready`."""
         assert self.channel is not None
         return self.channel._take_ready()
 

@@ -20,7 +20,7 @@ from ._members import Members
 #: What each message begins with: the group's generation, the number of the operation in it, and its kind.
 _HEAD = struct.Struct("<IIB")
 KINDS = ("barrier", "broadcast", "gather", "all_gather")
-#: Seconds after which leaving the group takes long.
+#: Seconds after which a line in the log says that leaving waits.
 _LONG = 10.0
 
 logger = logging.getLogger("trio_ucx")
@@ -40,7 +40,7 @@ class _Call:
     value: Any = None
     error: Exception | None = None
 
-    def check(self) -> None:
+    def raise_error(self) -> None:
         if self.error is not None:
             raise self.error
 
@@ -52,8 +52,10 @@ class _Call:
 
 
 class Collectives:
-    """Args:
-    explain: returns the error for an operation that failed because a rank has gone.
+    """Runs the collective operations of this rank.
+
+    Args:
+        explain: returns the error for an operation that failed because a rank has gone.
     """
 
     def __init__(
@@ -66,40 +68,37 @@ class Collectives:
         self._links = links
         self._explain = explain
         self._generation = self._number = 0
-        #: Whether a task is in an operation.
-        self._busy = False
-        #: The operation that runs, perhaps in the background, or ran last; and what interrupts its wait.
+        #: The operation that a task is in.
         self._current: _Call | None = None
+        #: Interrupts the operation that runs here or in the background, while it waits.
         self._scope: trio.CancelScope | None = None
         #: What goes on in the background, one after the other: a cancelled operation, and what was called meanwhile.
         self._background: deque[_Call] = deque()
-        #: Links with messages that wait for the peer's window, and what ends that.
+        #: Links with messages that wait for the peer's window, and the scope of the task that sends them.
         self._behind: dict[Link, trio.CancelScope] = {}
         #: Where tasks wait for progress in the background.
         self._progress = trio.lowlevel.ParkingLot()
         members.on_change.append(self._interrupt)
 
     def _interrupt(self, rank: int) -> None:
-        """When a rank is lost, all operations that were called before fail, and nobody takes their messages."""
-        loss = self._members.any_error()
-        if loss is None:
+        """When a rank is lost, all operations that were called before fail. Nobody would receive their messages."""
+        if self._members.any_error() is None:
             return
         for call in (self._current, *self._background):
-            if call is not None and call.error is None:
-                call.error = loss
+            if call is not None and not call.over and call.error is None:
+                call.error = self._members.any_error()
         for scope in (self._scope, *self._behind.values()):
             if scope is not None:
                 scope.cancel()
 
     async def run(self, kind: int, steps: Steps) -> Any:
         """Runs one. If the task is cancelled, the rest of it is done in the background."""
-        if self._busy:
+        if self._current is not None:
             raise trio.BusyResourceError(
                 "another task runs a collective operation: all ranks must call them in one order"
             )
-        self._check()
-        self._busy = True
-        call = _Call(kind, steps)
+        self._check_members()
+        call = self._current = _Call(kind, steps)
         try:
             if self._background:
                 self._background.append(call)
@@ -113,9 +112,8 @@ class Collectives:
                 self._links.nursery.start_soon(self._go_on)
             raise
         finally:
-            self._busy = False
-        if not call.over:
-            call.check()
+            self._current = None
+        call.raise_error()
         return call.value
 
     async def finish(self) -> None:
@@ -135,7 +133,7 @@ class Collectives:
         while self._background or self._behind:
             await self._progress.park()
 
-    def _check(self) -> None:
+    def _check_members(self) -> None:
         error = self._members.any_error()
         if error is not None:
             raise error
@@ -147,8 +145,11 @@ class Collectives:
                 call = self._background[0]
                 try:
                     await self._run(call)
-                except (RankLostError, RuntimeError, MessageTooLong, MemoryError, trio.ClosedResourceError) as error:
+                except (RankLostError, RuntimeError, trio.ClosedResourceError) as error:
                     call.error = error  # if nobody waits for it, the next operation of this rank finds that out
+                except (MessageTooLong, MemoryError) as error:
+                    call.error = error
+                    self._give_up(f"a cancelled {KINDS[call.kind]}", error)
                 self._background.popleft()
                 self._progress.unpark_all()
         finally:
@@ -157,17 +158,21 @@ class Collectives:
             self._background.clear()
             self._progress.unpark_all()
 
+    def _give_up(self, what: str, error: Exception) -> None:
+        """This rank cannot do its part. No caller learns that, so the rank counts as lost."""
+        self._members.lose(self._members.rank, f"an error in {what}: {error}")
+
     async def _run(self, call: _Call) -> bool:
-        """Returns whether it has received something, which is a checkpoint."""
+        """Does an operation, or the rest of it. Returns whether it has passed a checkpoint: each receive is one."""
         received = False
-        self._current = call
         if not call.number:
             await self._begin(call)
         while not call.over:
-            call.check()
+            call.raise_error()
             link = self._links.by_rank.get(call.step.rank)
             if link is None or link.channel is None:
-                link = await self._wait(call, self._links.connected, call.step.rank)
+                await self._wait(call, self._links.connected, call.step.rank)
+                continue
             try:
                 if isinstance(call.step, Post):
                     self._post(link, _HEAD.pack(call.generation, call.number, call.kind) + call.step.data)
@@ -180,21 +185,21 @@ class Collectives:
         return received
 
     async def _wait(self, call: _Call, function: Callable[..., Awaitable[_T]], *arguments: Any) -> _T:
-        """Waits for a function. The loss of any rank ends the wait, and the operation."""
-        call.check()
+        """Awaits a function. The loss of any rank ends the wait, and the operation."""
+        call.raise_error()
         with trio.CancelScope() as self._scope:
             try:
-                result = await function(*arguments)
+                return await function(*arguments)  # also if a rank was lost after that: it may have been the last step
             finally:
                 self._scope = None
-        call.check()
-        return result
+        assert call.error is not None
+        raise call.error
 
     async def _begin(self, call: _Call) -> None:
-        call.check()
         while self._behind:
             await self._wait(call, self._progress.park)
-        self._check()
+        call.raise_error()
+        self._check_members()
         if self._generation != self._members.generation:
             self._generation, self._number = self._members.generation, 0
         self._number += 1
@@ -223,6 +228,8 @@ class Collectives:
                     link.outbox.pop(0)
         except GONE:
             pass
+        except MemoryError as error:
+            self._give_up("a collective operation", error)
         finally:
             link.outbox.clear()
             del self._behind[link]
@@ -240,9 +247,8 @@ class Collectives:
             generation, number, kind = _HEAD.unpack_from(message)
             if generation > call.generation:
                 link.pending.insert(0, message)
-                # A rank was lost, and has been replaced: that will interrupt us.
-                await self._wait(call, trio.sleep_forever)
-            if generation == call.generation:
+                await self._wait(call, trio.sleep_forever)  # for the loss, which the other rank has heard of already
+            elif generation == call.generation:
                 if (number, kind) != (call.number, call.kind):
                     link.pending.insert(0, message)
                     raise RuntimeError(

@@ -61,7 +61,7 @@ def _export(data: Any, writable: bool) -> Any:
 
 
 def _explain(data: Any, writable: bool) -> Exception | None:
-    """Why a buffer cannot be exported; None if it is no buffer, or one in a device's memory."""
+    """Why a buffer cannot be exported; None if it has no buffer protocol, or is in a device's memory."""
     purpose = "receive into" if writable else "send"
     try:
         view = memoryview(data)

@@ -126,9 +126,12 @@ def array_of(data: object) -> Array | None:
 
 
 def on_device(data: Any) -> bool:
-    """Whether ``data`` says that a device has its memory. Some such arrays have a buffer protocol, which only fails."""
+    """Whether ``data`` says by DLPack that it is in a device's memory.
+
+    The buffer protocol of such an object may always raise (JAX's arrays).
+    """
     try:
-        return hasattr(data, "__dlpack_device__") and _DEVICES[data.__dlpack_device__()[0]] is not MemoryType.HOST
+        return hasattr(data, "__dlpack_device__") and _DEVICES.get(data.__dlpack_device__()[0]) is not MemoryType.HOST
     except Exception:
         return False
 
