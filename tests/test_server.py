@@ -246,9 +246,12 @@ async def test_signals(worker: ucp.Worker, caplog: pytest.LogCaptureFixture, num
     caplog.set_level(logging.INFO, "trio_ucx")
     before = signal.getsignal(number)
 
+    stays = trio.Event()
+
     async def handler(connection: trio_ucx.Connection) -> None:
-        if await connection.receive() == b"stay":
-            await trio.sleep_forever()
+        assert await connection.receive() == b"stay"
+        stays.set()
+        await trio.sleep_forever()
 
     returned = 0
     with trio.fail_after(20):
@@ -264,8 +267,7 @@ async def test_signals(worker: ucp.Worker, caplog: pytest.LogCaptureFixture, num
             servers = [await nursery.start(serve) for _ in range(2)]
             client = await trio_ucx.open_ucx_stream(*servers[1].address, worker=worker)
             await client.send(b"stay")
-            await until(lambda: servers[1].connections)
-            await trio.testing.wait_all_tasks_blocked()
+            await stays.wait()
             os.kill(os.getpid(), number)
             await until(lambda: returned == 1)
             assert servers[1].connections

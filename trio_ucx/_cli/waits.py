@@ -61,10 +61,7 @@ def ask(pid: int, number: signal.Signals, kind: str = "text", timeout: float = T
     except (ProcessLookupError, OverflowError):
         raise NoReport(f"there is no process {pid}") from None
     if not text:
-        why = (
-            "it has ended; or its main thread is in C code, and the stacks of its threads are in the file of its "
-            f"report_on_signal; or its handler of {number.name} is not trio_ucx's"
-        )
+        why = f"it has ended; or its main thread is in C code; or its handler of {number.name} is not trio_ucx's"
         if is_stopped(pid):
             why = "it is stopped"
         raise NoReport(f"process {pid} has not answered within {timeout:g} seconds: {why}")

@@ -7,7 +7,6 @@ write to a file.
 
 from __future__ import annotations
 
-import faulthandler
 import json as json_format
 import os
 import select
@@ -65,13 +64,13 @@ def report(*, json: bool = False) -> str:
 
 
 def report_on_signal(signum: int = signal.SIGUSR1, file: TextIO | None = None) -> None:
-    """Writes a :func:`report` to a file whenever a signal arrives, as ``faulthandler.register`` does with tracebacks.
+    """Writes a :func:`report` to a file whenever a signal arrives.
 
     ``python -m trio_ucx report PID`` sends the signal to a process that has called this, and prints the report instead.
 
-    First come the stacks of all threads (``faulthandler``), at once, even if the process is in C code for long. The
-    report follows when the main thread runs Python code again; so it is there also while Trio's loop is blocked, and
-    says where. If the main thread stays in C code, only the stacks are there. When the signal interrupts a call of
+    The main thread writes it when it runs Python code; so it is there also while Trio's loop is blocked, and says
+    where. While the main thread stays in C code, nothing is written. (``faulthandler.register`` writes stacks even
+    then, but with CPython 3.12 and 3.13 it can crash a process that runs.) When the signal interrupts a call of
     trio_ucx, UCX's words are missing.
 
     It replaces the signal's handler. Called again for the same signal, it replaces the file.
@@ -83,7 +82,7 @@ def report_on_signal(signum: int = signal.SIGUSR1, file: TextIO | None = None) -
     Raises:
         ValueError: not the main thread, or not a signal.
         OSError: the file has no descriptor, or the signal cannot be handled; no descriptor is left for a mark.
-        RuntimeError: there is no ``sys.stderr``; or the signal is one of those that ``faulthandler.enable`` handles.
+        RuntimeError: there is no ``sys.stderr``.
     """
     if file is None:
         file = sys.stderr
@@ -94,10 +93,8 @@ def report_on_signal(signum: int = signal.SIGUSR1, file: TextIO | None = None) -
         raise ValueError("report_on_signal works only in the main thread, as all signal handlers of Python's")
     if signum not in _marks:
         _marks[signum] = os.memfd_create(mark_of(signum))
-    faulthandler.unregister(signum)
-    signal.signal(signum, _answer)
     _files[signum] = file
-    faulthandler.register(signum, file=file, all_threads=True, chain=True)
+    signal.signal(signum, _answer)
 
 
 def _answer(signum: int, frame: FrameType | None) -> None:
