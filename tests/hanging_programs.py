@@ -6,7 +6,6 @@ Each calls ``report_on_signal``, and goes on until the test ends it.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -132,24 +131,6 @@ async def blocked_loop() -> None:
         time.sleep(0.01)  # as a line that must not be found
         while os.read(0, 1):  # blocks until the test ends the program
             pass
-
-
-@role
-async def busy_threads() -> None:
-    """Another thread calls functions all the time."""
-
-    def call(depth: int) -> None:
-        if depth:
-            call(depth - 1)
-
-    def work() -> None:
-        while True:
-            call(7)
-            time.sleep(0)
-
-    threading.Thread(target=work, daemon=True).start()
-    say("ready")
-    await until_told()
 
 
 @role

@@ -331,26 +331,18 @@ def test_without_workers() -> None:
 
 
 def test_report_on_signal(tmp_path: Path) -> None:
-    """Also again, and for another file."""
+    """Also again, and for another file. Without ``faulthandler``, which can crash CPython 3.12 and 3.13 then."""
     program = (
-        "import os, signal, sys, trio_ucx\n"
+        "import faulthandler, os, signal, sys, trio_ucx\n"
         "for name in sys.argv[1:]:\n"
         "    trio_ucx.report_on_signal(signal.SIGUSR2, open(name, 'w'))\n"
         "    os.kill(os.getpid(), signal.SIGUSR2)\n"
+        "assert not faulthandler.unregister(signal.SIGUSR2)\n"
     )
     files = [tmp_path / "one", tmp_path / "two"]
     subprocess.run([sys.executable, "-c", program, *files], check=True, timeout=60)
     for file in files:
         assert file.read_text().count("trio_ucx report of process") == 1
-
-
-async def test_a_process_that_is_busy_survives_many_reports() -> None:
-    """A walk of the stacks by ``faulthandler`` crashed it with CPython 3.12 and 3.13."""
-    async with open_program("busy_threads") as program:
-        assert await program.hear() == "ready"
-        with trio.move_on_after(3):
-            while True:
-                assert "no worker is open" in await report_of(program)
 
 
 def test_report_on_signal_that_fails() -> None:
