@@ -127,15 +127,9 @@ def by_perftest(path: tuple[str, str], size: int, count: int, options: list[str]
     """Microseconds for a message."""
     environment = {**(perftest.ucx_environment("shm") if options else {}), "UCX_TLS": TLS}
     contender = Contender("ucx_perftest", "", "perftest", (), environment=environment)
-    port, memory = perftest.free_port(), ["-m", ",".join(path), *options]
-    with perftest.process(contender, port, None, memory) as server:
-        perftest.wait_listening(port, server)
-        test = ["-t", "tag_bw", "-s", str(size), "-n", str(count), "-w", str(LEAST), "-f", "-v"]
-        with perftest.process(contender, port, None, ["127.0.0.1", *memory, *test]) as client:
-            output, errors = client.communicate(timeout=60)
-    if client.returncode:
-        raise RuntimeError(f"ucx_perftest: exit status {client.returncode}: {errors[-300:]}")
-    return perftest.parse(output)["overall_us"]
+    both = ["-m", ",".join(path), *options]
+    test = ["-t", "tag_bw", "-s", str(size), "-n", str(count), "-w", str(LEAST), "-f", "-v"]
+    return perftest.run_pair(contender, both, [*both, *test])["overall_us"]
 
 
 def main(rounds: int) -> None:

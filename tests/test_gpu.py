@@ -221,11 +221,8 @@ async def test_dlpack_and_managed_memory(worker: ucp.Worker, device: Device) -> 
 async def test_arrays_of(worker: ucp.Worker, library: str, size: int) -> None:
     module: Any = pytest.importorskip("jax.numpy" if library == "jax" else library)
     numbers = np.arange(size, dtype=np.float32)
-    if library == "torch":
-        source, target = torch_arrays(module, numbers)
-    else:
-        source = module.asarray(numbers)
-        target = None if library == "jax" else module.zeros_like(source)
+    source = module.from_numpy(numbers).cuda() if library == "torch" else module.asarray(numbers)
+    target = None if library == "jax" else module.zeros_like(source)
     async with open_pair(worker) as (client, server):
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:
@@ -238,11 +235,6 @@ async def test_arrays_of(worker: ucp.Worker, library: str, size: int) -> None:
                     assert await server.receive_into(target) == numbers.nbytes
                     received = target.get() if library == "cupy" else target.cpu().numpy()
     assert np.array_equal(received, numbers)
-
-
-def torch_arrays(torch: Any, numbers: Any) -> tuple[Any, Any]:
-    source = torch.from_numpy(numbers).cuda()
-    return source, torch.zeros_like(source)
 
 
 async def test_work_in_the_named_stream_is_waited_for(worker: ucp.Worker, device: Device) -> None:

@@ -124,15 +124,22 @@ def run(
 def run_once(
     contender: Contender, job: Job, count: int, rank: int, cpus: tuple[int | None, int | None]
 ) -> Mapping[str, float]:
-    port = free_port()
     test = "tag_lat" if job.kind is Kind.LATENCY else "tag_bw"
     # The server is started without these: its client chooses the test.
     client = ["-t", test, "-s", str(job.size), "-n", str(count), "-w", str(min(count, 100)), "-R", str(rank)]
     if job.kind is Kind.BANDWIDTH:
         client += ["-O", str(WINDOW)]
     client += ["-e", "-E", contender.options["mode"], "-f", "-v"]
-    with process(contender, port, cpus[0], []) as server:
-        wait_listening(port, server)
+    return run_pair(contender, [], client, cpus)
+
+
+def run_pair(
+    contender: Contender, server: list[str], client: list[str], cpus: tuple[int | None, int | None] = (None, None)
+) -> Mapping[str, float]:
+    """Runs a server and a client of the tool, with these arguments."""
+    port = free_port()
+    with process(contender, port, cpus[0], server) as tool_server:
+        wait_listening(port, tool_server)
         with process(contender, port, cpus[1], ["127.0.0.1", *client]) as tool_client:
             output, errors = tool_client.communicate(timeout=30)
         if tool_client.returncode:

@@ -45,6 +45,15 @@ class Ranks:
                     nursery.start_soon(self.run, rank, body)
         return self.ends
 
+    async def run_and_replace(self, replaced: int, body: Body, when: Callable[[], Awaitable[object]]) -> None:
+        """Also starts a second process for a rank, as soon as ``when`` returns."""
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                for rank in range(self.size):
+                    nursery.start_soon(self.run, rank, body)
+                await when()
+                nursery.start_soon(self.run, replaced, body)
+
 
 WAITS: dict[str, Callable[[mesh.Group], Awaitable[Any]]] = {
     "barrier": lambda group: group.barrier(),
@@ -509,14 +518,12 @@ class TestContinue:
                     assert await group.receive(0) == b"go on"
             return await group.all_gather(b"%d" % group.rank)
 
+        async def when_lost() -> None:
+            await lost.wait()
+            monkeypatch.setattr(_meeting, "_send_soon", send_late)
+
         lost = trio.Event()
-        with trio.fail_after(20):
-            async with trio.open_nursery() as nursery:
-                for rank in range(4):
-                    nursery.start_soon(ranks.run, rank, body)
-                await lost.wait()
-                monkeypatch.setattr(_meeting, "_send_soon", send_late)
-                nursery.start_soon(ranks.run, 3, body)
+        await ranks.run_and_replace(3, body, when_lost)
         assert [ranks.ends[rank] for rank in range(4)] == [[b"0", b"1", b"2", b"3"]] * 4
 
     @pytest.mark.parametrize("gives_up", [False, True])
@@ -573,12 +580,7 @@ class TestContinue:
                 await group.wait_replaced(2)
             return await group.all_gather(b"%d" % group.rank)
 
-        with trio.fail_after(20):
-            async with trio.open_nursery() as nursery:
-                for rank in range(3):
-                    nursery.start_soon(ranks.run, rank, body)
-                await trio.sleep(0.3)
-                nursery.start_soon(ranks.run, 2, body)
+        await ranks.run_and_replace(2, body, partial(trio.sleep, 0.3))
         assert ranks.ends == {rank: [b"0", b"1", b"2"] for rank in range(3)}
 
     async def test_a_message_that_waits_when_a_rank_is_lost_is_dropped(self, tmp_path: Path) -> None:
@@ -604,12 +606,7 @@ class TestContinue:
             return gathered, await group.broadcast(b"go on" if group.rank == 2 else None, root=2)
 
         lost = trio.Event()
-        with trio.fail_after(20):
-            async with trio.open_nursery() as nursery:
-                for rank in range(3):
-                    nursery.start_soon(ranks.run, rank, body)
-                await lost.wait()
-                nursery.start_soon(ranks.run, 2, body)
+        await ranks.run_and_replace(2, body, lost.wait)
         assert ranks.ends == {0: (None, b"go on"), 1: (None, b"go on"), 2: ([b"0", b"1", b"2"], b"go on")}
 
     async def test_the_loss_of_rank_0_ends_the_group(self, tmp_path: Path) -> None:

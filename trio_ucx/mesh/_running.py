@@ -97,7 +97,9 @@ class Collectives:
             raise trio.BusyResourceError(
                 "another task runs a collective operation: all ranks must call them in one order"
             )
-        self._check_members()
+        error = self._members.any_error()
+        if error is not None:
+            raise error
         call = self._current = _Call(kind, steps)
         try:
             if self._background:
@@ -132,11 +134,6 @@ class Collectives:
     async def _idle(self) -> None:
         while self._background or self._behind:
             await self._progress.park()
-
-    def _check_members(self) -> None:
-        error = self._members.any_error()
-        if error is not None:
-            raise error
 
     async def _go_on(self) -> None:
         """Does what is in the background."""
@@ -199,7 +196,6 @@ class Collectives:
         while self._behind:
             await self._wait(call, self._progress.park)
         call.raise_error()
-        self._check_members()
         if self._generation != self._members.generation:
             self._generation, self._number = self._members.generation, 0
         self._number += 1
