@@ -34,6 +34,7 @@ from timing import Stopwatch
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals, live_handles
+from trio_ucx.ucp._engine.endpoint_core import EndpointCore
 from trio_ucx.ucp._process import start_time, this_process
 
 #: UCX's own interval is 20 seconds.
@@ -121,6 +122,30 @@ async def test_raw_endpoint(worker: ucp.Worker, transports: str) -> None:
         with pytest.raises(trio.BrokenResourceError):
             await endpoint.flush()
         await endpoint.aclose()
+
+
+async def test_peer_ends_while_an_endpoint_is_opened(
+    worker: ucp.Worker, transports: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UCX has made the endpoint, and nothing watches the process yet: over shared memory UCX would report nothing."""
+    watch = EndpointCore.watch_process
+
+    def watch_late(core: EndpointCore) -> None:
+        with open(os.pidfd_open(peer.process.pid)) as process:
+            peer.process.kill()
+            assert select.select([process], [], [], 60)[0]
+        watch(core)
+
+    async with open_peer("raw_listener", transports=transports) as peer:
+        _, address = await peer.hear()
+        monkeypatch.setattr(EndpointCore, "watch_process", watch_late)
+        endpoint = await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(address)))
+        monkeypatch.undo()
+        with Stopwatch(SOON), trio.fail_after(60), pytest.raises(trio.BrokenResourceError) as caught:
+            await endpoint.tag_send(bytearray(2**26), 2)
+        assert isinstance(caught.value.__cause__, ucp.UCXError)
+        await endpoint.aclose()
+        assert await peer.ended() == -signal.SIGKILL
 
 
 UNFLUSHED = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -111,14 +112,12 @@ def open_pidfd(process: Process) -> int | None:
     """
     if not is_visible(process) or process.pid == this_process().pid:
         return None
-    try:
+    fd: int | None = None
+    with suppress(OSError, OverflowError):
         fd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        raise
-    except (OSError, OverflowError):
-        return None
-    if has_ended(process):  # and the pidfd is another process's
-        os.close(fd)
+    if has_ended(process):  # the pidfd is another process's, if there is one
+        if fd is not None:
+            os.close(fd)
         raise ProcessLookupError(f"process {process.pid} has ended")
     return fd
 

@@ -165,11 +165,13 @@ class EndpointCore(Scope):
                 contained(self.stream_buffer.wake)  # what has arrived can still be read
 
     def watch_process(self) -> None:
-        """Lets it fail when its peer's process ends, if that can be noticed."""
+        """Lets it fail when its peer's process ends, or has ended already, if that can be noticed."""
         if self.handle is None:
             return
-        with suppress(ProcessLookupError):  # then UCX has reported it, or will
+        try:
             self.engine.peer_processes.watch(self.peer, self, self._process_ended)
+        except ProcessLookupError:
+            self._process_ended()
 
     def _process_ended(self) -> None:
         try:
