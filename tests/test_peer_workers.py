@@ -80,7 +80,7 @@ class OneSide:
 
     def __init__(self) -> None:
         self.watched = 0
-        self.peer_worker: PeerWorker[Any] = PeerWorker(self._watch)
+        self.peer_worker: Any = PeerWorker(self._watch)
 
     def _watch(self) -> None:
         self.watched += 1
@@ -372,7 +372,7 @@ def test_endpoints_are_closed_while_others_are(side: OneSide, clock: Clock) -> N
 
 
 def test_peers_that_only_said_they_were_there() -> None:
-    peer_workers: PeerWorkers[Any] = PeerWorkers(lambda: None)
+    peer_workers: Any = PeerWorkers(lambda: None)
     peer_worker = peer_workers.of(1)
     peer_worker.expect(WITH)
     peer_workers.forget_unused(1)
@@ -484,7 +484,7 @@ class Node:
         #: How many endpoints UCX has counted, by the peer's uid.
         self.counted: Counter[int] = Counter()
         self.endpoints: list[Endpoint] = []
-        self.peer_workers: PeerWorkers[Any] = PeerWorkers(self._watch)
+        self.peer_workers: Any = PeerWorkers(self._watch)
         #: What UCX says to the next attempts to make an endpoint; None: the library does not even ask it.
         self.obstacles: list[Status | None] = []
         self.engine: Any = SimpleNamespace(
@@ -577,7 +577,7 @@ class End:
         return -1 if self.peer is None else self.peer.uid
 
     @property
-    def peer_worker(self) -> PeerWorker[Any]:
+    def peer_worker(self) -> Any:
         return self.node.peer_workers.of(self.peer_uid)
 
     @property

@@ -24,42 +24,24 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
     _cli, testing  ``python -m trio_ucx``; helpers for tests
 """
 
-from . import ucp as ucp
-from ._addresses import format_address as format_address
-from ._addresses import parse_address as parse_address
-from ._arguments import ConnectionOptions as ConnectionOptions
-from ._arguments import ConnectOptions as ConnectOptions
-from ._arguments import ListenerOptions as ListenerOptions
-from ._backoff import Backoff as Backoff
-from ._channels import Channel as Channel
-from ._connection import Connection as Connection
-from ._connection import Conversations as Conversations
-from ._connection import Messages as Messages
-from ._errors import NotAdmitted as NotAdmitted
-from ._errors import NotTrioUCX as NotTrioUCX
-from ._errors import PeerClosed as PeerClosed
-from ._errors import PeerLost as PeerLost
-from ._errors import ServerDraining as ServerDraining
-from ._errors import ServerFull as ServerFull
-from ._listener import Listener as Listener
-from ._listener import ListenerStatistics as ListenerStatistics
-from ._open import Connecting as Connecting
-from ._open import connect as connect
-from ._open import open_ucx_stream as open_ucx_stream
-from ._peer_info import PeerInfo as PeerInfo
-from ._peer_info import PeerState as PeerState
-from ._report import report as report
-from ._report import report_on_signal as report_on_signal
-from ._serve import open_ucx_listeners as open_ucx_listeners
-from ._serve import serve_ucx as serve_ucx
-from ._server import Server as Server
-from ._statistics import ConnectionStatistics as ConnectionStatistics
-from ._version import __version__ as __version__
-from .ucp import MessageTooLong as MessageTooLong
-from .ucp import UCXError as UCXError
-from .ucp._memory.buffers import Buffer as Buffer
-from .ucp._memory.buffers import WritableBuffer as WritableBuffer
-from .ucp._status import Error as Error
+from . import ucp
+from ._addresses import format_address, parse_address
+from ._arguments import ConnectionOptions, ConnectOptions, ListenerOptions
+from ._backoff import Backoff
+from ._channels import Channel
+from ._connection import Connection, Conversations, Messages
+from ._errors import NotAdmitted, NotTrioUCX, PeerClosed, PeerLost, ServerDraining, ServerFull
+from ._listener import Listener, ListenerStatistics
+from ._open import Connecting, connect, open_ucx_stream
+from ._peer_info import PeerInfo, PeerState
+from ._report import report, report_on_signal
+from ._serve import open_ucx_listeners, serve_ucx
+from ._server import Server
+from ._statistics import ConnectionStatistics
+from ._version import __version__
+from .ucp import MessageTooLong, UCXError
+from .ucp._memory.buffers import Buffer, WritableBuffer
+from .ucp._status import Error
 from .ucp._util import publish as _publish
 
 __all__ = [

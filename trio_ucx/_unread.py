@@ -1,4 +1,4 @@
-"""How many messages of a tag queue the peer has unread: for sends with ``max_unread``. Pure; one class for each side.
+"""How many messages of a tag queue the peer has unread: for sends with ``max_unread``. Pure: the sender's side.
 
 The sender keeps an upper bound: what it has sent since it was last told. When the bound leaves no room it asks (ASK,
 with its limit); the receiver answers (UNREAD) as soon as fewer messages than that are unread. Messages that were sent
@@ -6,8 +6,6 @@ between ASK and UNREAD are added to the answer, because it may not count them.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 
 class _Bound:
@@ -59,21 +57,3 @@ class UnreadThere:
 
     def forget(self, queue: int) -> None:
         self._bounds.pop(queue, None)
-
-
-class UnreadHere:
-    """The peer's questions that were not answered yet: the limit of each, by tag queue."""
-
-    def __init__(self) -> None:
-        self.asked: dict[int, int] = {}
-
-    def due(self, unread: Callable[[int], int]) -> list[tuple[int, int, int]]:
-        """The questions that can be answered now: queue, limit and answer of each. They count as answered.
-
-        Args:
-            unread: how many messages of a queue are unread.
-        """
-        answers = [(queue, limit, count) for queue, limit in self.asked.items() if (count := unread(queue)) < limit]
-        for queue, _, _ in answers:
-            del self.asked[queue]
-        return answers

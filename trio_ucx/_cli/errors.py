@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import trio
@@ -50,3 +51,13 @@ def describe(error: BaseException) -> str:
     """Returns the text of all errors in a group, each once, with their notes, in one line."""
     texts = (" -- ".join([str(leaf) or type(leaf).__name__, *getattr(leaf, "__notes__", ())]) for leaf in leaves(error))
     return "; ".join(dict.fromkeys(texts))
+
+
+def how_it_ended(status: int) -> str:
+    """Says how a process ended, whose status is negative if that was by a signal."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"

@@ -23,6 +23,8 @@ from typing import Any
 import attrs
 import trio
 
+from .errors import how_it_ended
+
 #: Seconds that the other ranks may take to end by themselves after one has failed, and then after SIGTERM.
 GRACE, AFTER_SIGTERM = 10.0, 5.0
 #: Seconds to wait for more output of a rank that has ended: its pipe stays open if another process has it, too.
@@ -133,8 +135,7 @@ class Rank:
     def ending(self) -> str:
         """How it ended, in words."""
         assert self.status is not None
-        how = f"ended with status {self.status}" if self.status >= 0 else f"was ended by {_signal_name(-self.status)}"
-        return f"rank {self.number} (pid {self.process.pid}) {how}"
+        return f"rank {self.number} (pid {self.process.pid}) {how_it_ended(self.status)}"
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process group, unless the rank has ended."""
@@ -281,13 +282,6 @@ class Output:
 def _write(target: int, data: bytes) -> None:
     while data:
         data = data[os.write(target, data) :]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 _libc = ctypes.CDLL(None)

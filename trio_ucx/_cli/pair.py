@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -15,7 +14,7 @@ from functools import partial
 
 import trio
 
-from .errors import AlreadyReported, PerfError
+from .errors import AlreadyReported, PerfError, how_it_ended
 
 #: Seconds that the server process may take to start, and to end by itself.
 SERVER_START = 30
@@ -114,7 +113,5 @@ async def fail_when_ended(server: trio.Process) -> None:
 
 
 def ending(process: trio.Process) -> str:
-    status = process.returncode
-    if status is not None and status < 0:
-        return f"(pid {process.pid}) was ended by {signal.Signals(-status).name}"
-    return f"(pid {process.pid}) ended with status {status}"
+    assert process.returncode is not None
+    return f"(pid {process.pid}) {how_it_ended(process.returncode)}"

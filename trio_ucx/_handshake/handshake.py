@@ -28,7 +28,6 @@ from ..ucp import UCXError, WorkerAddress
 from ..ucp._address import format_address
 from ..ucp._connecting import connect_shared
 from ..ucp._contained import contained, report
-from ..ucp._engine.endpoint_core import EndpointCore
 from ..ucp._engine.operations import Operation
 from ..ucp._engine.peer_workers import PeerWorker, Standing
 from ..ucp._engine.share import Share
@@ -233,7 +232,7 @@ class Handshake:
         return self._peer
 
     @property
-    def _peer_worker(self) -> PeerWorker[EndpointCore]:
+    def _peer_worker(self) -> PeerWorker:
         return self.registry.engine.peer_workers.of(self.peer.worker.uid)
 
     def standing(self) -> Standing:

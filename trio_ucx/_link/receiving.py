@@ -19,7 +19,6 @@ from .._close_handshake import CloseHandshake, Peer
 from .._credit import ReceiveCredit
 from .._native import lib
 from .._tag_queue import Message, Receive, State, TagQueue, Want
-from .._unread import UnreadHere
 from ..ucp import MessageTooLong, Status, UCXError
 from ..ucp._contained import contained
 from ..ucp._engine.ending import CloseState
@@ -85,8 +84,8 @@ class Receiving:
         self.any_waits: list[Collection[int]] = []
         #: The tag queue from which such a task was served last.
         self._served = -1
-        #: How much is unread, for a sender with ``max_unread``.
-        self.unread = UnreadHere()
+        #: The peer's questions (ASK) that were not answered yet: the limit of each, by tag queue.
+        self.asks: dict[int, int] = {}
         self.conversations = Conversations(
             sending,
             end=self._end_queue,
@@ -218,7 +217,7 @@ class Receiving:
         amount = self.credit.consumed(packed.length)
         if amount:
             self._grant(amount)
-        if self.unread.asked:
+        if self.asks:
             self.answer_asks()
         return data
 
@@ -373,12 +372,14 @@ class Receiving:
 
     def asked(self, number: int, limit: int) -> None:
         """ASK arrived."""
-        self.unread.asked[number] = limit
+        self.asks[number] = limit
         self.answer_asks()
 
     def answer_asks(self) -> None:
-        for number, limit, count in self.unread.due(self.unread_in):
-            self._sending.send_frame(wire.Unread(number, limit, count))
+        for number, limit in list(self.asks.items()):
+            if (count := self.unread_in(number)) < limit:
+                del self.asks[number]
+                self._sending.send_frame(wire.Unread(number, limit, count))
 
     # ---- grants ----
 
@@ -473,7 +474,7 @@ class Receiving:
         amount = self.credit.consumed(message.length)
         if amount:
             self._grant(amount)
-        if self.unread.asked:
+        if self.asks:
             self.answer_asks()
 
     def dropped(self, message: Message) -> None:
@@ -535,7 +536,7 @@ class Receiving:
         queue = self.queues.pop(number, None)
         if queue is not None:
             self._awaited.discard(queue)
-        self.unread.asked.pop(number, None)
+        self.asks.pop(number, None)
 
     def _end_queue(self, number: int) -> None:
         queue = self.queues.get(number)

@@ -11,10 +11,9 @@ Imports the top level, and nothing imports it.
 """
 
 from ..ucp._util import publish as _publish
-from ._errors import MeetingError as MeetingError
-from ._errors import RankLostError as RankLostError
-from ._group import Group as Group
-from ._joining import join as join
+from ._errors import MeetingError, RankLostError
+from ._group import Group
+from ._joining import join
 
 __all__ = ["Group", "MeetingError", "RankLostError", "join"]
 

@@ -44,18 +44,21 @@ class Launcher:
     name: ClassVar[str]
     #: The variables that tell that this launcher has started the process.
     looks_for: ClassVar[str]
+    rank_variable: ClassVar[str]
+    #: The first of these that is set counts.
+    size_variables: ClassVar[tuple[str, ...]] = ()
 
     variables: Variables
     machine: Machine
 
     def recognised(self) -> bool:
-        raise NotImplementedError
+        return self.variables.has(self.rank_variable)
 
     def rank(self) -> Found[int]:
-        raise NotImplementedError
+        return self.variables.integer(self.rank_variable)
 
     def size(self) -> Found[int]:
-        raise NotImplementedError
+        return self.variables.integer(*self.size_variables)
 
     def meeting(self) -> Found[Meeting]:
         raise NotImplementedError
@@ -75,15 +78,11 @@ class _Torchrun(Launcher):
 
     name = "torchrun"
     looks_for = "RANK, WORLD_SIZE"
+    rank_variable = "RANK"
+    size_variables = ("WORLD_SIZE",)
 
     def recognised(self) -> bool:
         return self.variables.has("RANK", "WORLD_SIZE")
-
-    def rank(self) -> Found[int]:
-        return self.variables.integer("RANK")
-
-    def size(self) -> Found[int]:
-        return self.variables.integer("WORLD_SIZE")
 
     def meeting(self) -> Found[Meeting]:
         host, port = _master(self.variables)
@@ -104,18 +103,7 @@ class _MPI(Launcher):
     only if mpi4py uses the MPI that started the program.
     """
 
-    rank_variable: ClassVar[str]
-    size_variable: ClassVar[str]
     local_size_variable: ClassVar[str]
-
-    def recognised(self) -> bool:
-        return self.variables.has(self.rank_variable)
-
-    def rank(self) -> Found[int]:
-        return self.variables.integer(self.rank_variable)
-
-    def size(self) -> Found[int]:
-        return self.variables.integer(self.size_variable)
 
     def meeting(self) -> Found[Meeting]:
         job = self.job()
@@ -137,7 +125,7 @@ class _MPI(Launcher):
 
     def _on_one_host(self) -> bool:
         local = self.variables.text(self.local_size_variable)
-        return local is not None and local == self.variables.text(self.size_variable)
+        return local is not None and local == self.variables.text(*self.size_variables)
 
 
 @attrs.frozen
@@ -145,7 +133,7 @@ class _OpenMPI(_MPI):
     name = "Open MPI"
     looks_for = "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE"
     rank_variable = "OMPI_COMM_WORLD_RANK"
-    size_variable = "OMPI_COMM_WORLD_SIZE"
+    size_variables = ("OMPI_COMM_WORLD_SIZE",)
     local_size_variable = "OMPI_COMM_WORLD_LOCAL_SIZE"
 
     def job(self) -> Found[str] | None:
@@ -164,7 +152,7 @@ class _MPICH(_MPI):
     name = "MPICH"
     looks_for = "PMI_RANK, PMI_SIZE"
     rank_variable = "PMI_RANK"
-    size_variable = "PMI_SIZE"
+    size_variables = ("PMI_SIZE",)
     local_size_variable = "MPI_LOCALNRANKS"
 
     def recognised(self) -> bool:
@@ -179,9 +167,8 @@ class _Slurm(Launcher):
 
     name = "Slurm"
     looks_for = "SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_STEP_NODELIST or SLURM_JOB_NODELIST"
-
-    def recognised(self) -> bool:
-        return self.variables.has("SLURM_PROCID")
+    rank_variable = "SLURM_PROCID"
+    size_variables = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
     def rank(self) -> Found[int]:
         # sbatch gives its script a rank, too, and the number of tasks that srun would start.
@@ -190,10 +177,7 @@ class _Slurm(Launcher):
                 f"this process belongs to a batch script, not to a step of {self.size().value} tasks "
                 "(SLURM_STEP_ID is not set): start the program with srun in the script"
             )
-        return self.variables.integer("SLURM_PROCID")
-
-    def size(self) -> Found[int]:
-        return self.variables.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        return super().rank()
 
     def meeting(self) -> Found[Meeting]:
         if self._distribution() == "arbitrary":
@@ -240,17 +224,16 @@ class _Kubernetes(Launcher):
 
     name = "Kubernetes"
     looks_for = "KUBERNETES_SERVICE_HOST, and JOB_COMPLETION_INDEX or HOSTNAME"
+    rank_variable = "JOB_COMPLETION_INDEX"
 
     def recognised(self) -> bool:
-        return self.variables.has("KUBERNETES_SERVICE_HOST") and (
-            self.variables.has("JOB_COMPLETION_INDEX") or self._ordinal() is not None
-        )
+        return self.variables.has("KUBERNETES_SERVICE_HOST") and (super().recognised() or self._ordinal() is not None)
 
     def rank(self) -> Found[int]:
         ordinal = self._ordinal()
-        if not self.variables.has("JOB_COMPLETION_INDEX") and ordinal is not None:
+        if not super().recognised() and ordinal is not None:
             return Found(ordinal, "HOSTNAME")
-        return self.variables.integer("JOB_COMPLETION_INDEX")
+        return super().rank()
 
     def size(self) -> Found[int]:
         raise RuntimeError(

@@ -6,15 +6,11 @@ stopped; faults in what a Connection sends; a check that every native handle was
 """
 
 from ..ucp._util import publish as _publish
-from ._faults import Faults as Faults
-from ._handles import assert_no_live_handles as assert_no_live_handles
-from ._handles import live_handles as live_handles
+from ._faults import Faults
+from ._handles import assert_no_live_handles, live_handles
 from ._introspection import internals  # noqa: F401  # for tests of trio_ucx itself, not public
-from ._pairs import open_clogged_pair as open_clogged_pair
-from ._pairs import open_connection_pair as open_connection_pair
-from ._pairs import open_pair_over_listener as open_pair_over_listener
-from ._peer_process import PeerFaults as PeerFaults
-from ._peer_process import open_peer_process as open_peer_process
+from ._pairs import open_clogged_pair, open_connection_pair, open_pair_over_listener
+from ._peer_process import PeerFaults, open_peer_process
 
 __all__ = [
     "Faults",

@@ -26,48 +26,28 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``). Two qu
     _worker                                           puts them together
 """
 
-from ._active_messages import ActiveMessages as ActiveMessages
-from ._active_messages import ActiveMessagesStatistics as ActiveMessagesStatistics
-from ._active_messages import WhenFull as WhenFull
-from ._am_send import SendProtocol as SendProtocol
-from ._arrivals import ActiveMessage as ActiveMessage
-from ._attributes import ContextAttributes as ContextAttributes
-from ._attributes import Library as Library
-from ._attributes import ThreadMode as ThreadMode
-from ._attributes import WorkerAttributes as WorkerAttributes
-from ._attributes import library as library
-from ._context import Context as Context
-from ._context import open_context as open_context
-from ._endpoint import CloseMode as CloseMode
-from ._endpoint import Endpoint as Endpoint
-from ._endpoint import EndpointStatistics as EndpointStatistics
-from ._endpoint import Transport as Transport
-from ._endpoint_options import ErrorMode as ErrorMode
-from ._engine.statistics import WorkerStatistics as WorkerStatistics
-from ._features import DEFAULT_FEATURES as DEFAULT_FEATURES
-from ._features import Feature as Feature
-from ._listener import ConnectionRequest as ConnectionRequest
-from ._listener import RawListener as RawListener
-from ._memory.foreign import DeviceBuffer as DeviceBuffer
-from ._memory.foreign import MemoryType as MemoryType
-from ._memory.registered import Access as Access
-from ._memory.registered import Memory as Memory
-from ._memory.registered import MemoryDescriptor as MemoryDescriptor
-from ._memory.strided import Strided as Strided
+from ._active_messages import ActiveMessages, ActiveMessagesStatistics, WhenFull
+from ._am_send import SendProtocol
+from ._arrivals import ActiveMessage
+from ._attributes import ContextAttributes, Library, ThreadMode, WorkerAttributes, library
+from ._context import Context, open_context
+from ._endpoint import CloseMode, Endpoint, EndpointStatistics, Transport
+from ._endpoint_options import ErrorMode
+from ._engine.statistics import WorkerStatistics
+from ._features import DEFAULT_FEATURES, Feature
+from ._listener import ConnectionRequest, RawListener
+from ._memory.foreign import DeviceBuffer, MemoryType
+from ._memory.registered import Access, Memory, MemoryDescriptor
+from ._memory.strided import Strided
 from ._quirks.releases import warn_if_unknown as _warn_if_unknown
-from ._requests import Request as Request
-from ._requests import RequestCancelled as RequestCancelled
-from ._requests import RequestGroup as RequestGroup
-from ._rma.remote_memory import RemoteMemory as RemoteMemory
-from ._status import MessageTooLong as MessageTooLong
-from ._status import Status as Status
-from ._status import UCXError as UCXError
-from ._stream import StreamData as StreamData
-from ._tag import TagMessage as TagMessage
+from ._requests import Request, RequestCancelled, RequestGroup
+from ._rma.remote_memory import RemoteMemory
+from ._status import MessageTooLong, Status, UCXError
+from ._stream import StreamData
+from ._tag import TagMessage
 from ._util import publish as _publish
-from ._worker import Worker as Worker
-from ._worker import open_worker as open_worker
-from ._worker_address import WorkerAddress as WorkerAddress
+from ._worker import Worker, open_worker
+from ._worker_address import WorkerAddress
 
 __all__ = [
     "DEFAULT_FEATURES",

@@ -422,11 +422,8 @@ def _refused_option(name: str, value: str) -> OptionError:
 
 
 def _known_options() -> list[str]:
-    context = Context._open(None, Feature.TAG)
-    try:
+    with open_context(features=Feature.TAG) as context:
         lines = context.config_text().splitlines()
-    finally:
-        context._close()
     return [line.partition("=")[0].removeprefix("UCX_") for line in lines if line.startswith("UCX_")]
 
 
@@ -446,13 +443,10 @@ def _check_devices(options: Mapping[str, str], in_use: list[str]) -> None:
 def _network_devices() -> list[str]:
     none = {"SHM_DEVICES": "", "SELF_DEVICES": "", "ACC_DEVICES": ""}
     try:
-        context = Context._open({"TLS": "all", "NET_DEVICES": "all", **none}, Feature.TAG)
+        with open_context({"TLS": "all", "NET_DEVICES": "all", **none}, features=Feature.TAG) as context:
+            return option_limits.devices(context.info_text())
     except UCXError:
         return []
-    try:
-        return option_limits.devices(context.info_text())
-    finally:
-        context._close()
 
 
 def _transports(options: Mapping[str, str]) -> str:

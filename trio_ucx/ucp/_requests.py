@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Generator
 from typing import Any, Protocol
 
 import attrs
@@ -126,7 +126,7 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         """
         tag = check_tag(tag)
         self._check_endpoint(endpoint)
-        return self._add(post_send(endpoint._core, data, tag))
+        return self._add(post_send(endpoint._scope, data, tag))
 
     @enable_ki_protection
     def tag_send_sync(self, endpoint: Endpoint, data: Buffer, tag: int) -> Request:
@@ -136,7 +136,7 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         """
         tag = check_tag(tag)
         self._check_endpoint(endpoint)
-        return self._add(post_send(endpoint._core, data, tag, sync=True))
+        return self._add(post_send(endpoint._scope, data, tag, sync=True))
 
     @enable_ki_protection
     def am_send(
@@ -154,7 +154,7 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         Raises: as :meth:`tag_send`.
         """
         self._check_endpoint(endpoint)
-        return self._add(post_am_send(endpoint._core, id, data, header, reply, protocol))
+        return self._add(post_am_send(endpoint._scope, id, data, header, reply, protocol))
 
     @enable_ki_protection
     def stream_send(self, endpoint: Endpoint, data: Buffer) -> Request:
@@ -163,7 +163,7 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         Raises: as :meth:`tag_send`.
         """
         self._check_endpoint(endpoint)
-        return self._add(post_stream_send(endpoint._core, data))
+        return self._add(post_stream_send(endpoint._scope, data))
 
     @enable_ki_protection
     def tag_receive(self, buffer: WritableBuffer, tag: int, mask: int | None = None) -> Request:
@@ -256,6 +256,7 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         for pending in list(self._unfinished):
             cancel(pending)
 
+    @enable_ki_protection
     async def _supervise(self) -> None:
         """Returns when all is done; a failure cancels the rest and is raised."""
         try:
@@ -285,7 +286,7 @@ async def open_group(engine: Engine) -> AsyncIterator[RequestGroup]:
     failure: BaseExceptionGroup[BaseException] | None = None
     try:
         async with trio.open_nursery(strict_exception_groups=True) as nursery:
-            nursery.start_soon(_protected(group._supervise))
+            nursery.start_soon(group._supervise)
             try:
                 yield group
             finally:
@@ -301,8 +302,3 @@ async def open_group(engine: Engine) -> AsyncIterator[RequestGroup]:
     found: list[BaseException] = [*group._errors, *(failure.exceptions if failure is not None else ())]
     if found:
         raise BaseExceptionGroup("errors in a request group", found)
-
-
-def _protected(function: Callable[[], Any]) -> Callable[[], Any]:
-    protected: Callable[[], Any] = enable_ki_protection(function)
-    return protected

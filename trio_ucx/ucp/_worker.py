@@ -15,7 +15,7 @@ from trio.lowlevel import enable_ki_protection
 from .._native import lib
 from . import _endpoint_options as endpoint_options
 from ._active_messages import ActiveMessages, WhenFull, open_queue
-from ._address import SocketAddress, resolve, split_address
+from ._address import Resolved, SocketAddress, resolve, split_address
 from ._attributes import WorkerAttributes, check_client_id, check_name
 from ._connecting import connect_socket, connect_worker
 from ._context import Config, Context
@@ -62,7 +62,6 @@ class Worker(metaclass=OpenedNotConstructed):
 
     _context: Context
     _engine: Engine
-    _owns_context: bool
     #: What its Connections have in common, which the layer above makes; None until it has any.
     _connections: Any = None
     #: Workers that take its new Connections when UCX's numbers for endpoints to some peer are used up, or when its
@@ -77,7 +76,6 @@ class Worker(metaclass=OpenedNotConstructed):
         cls,
         context: Context | None,
         config: Config | None,
-        *,
         features: Feature | None = None,
         keepalive_interval: float | None = None,
         name: str | None = None,
@@ -106,7 +104,7 @@ class Worker(metaclass=OpenedNotConstructed):
             if owned:
                 context._close()
             raise
-        worker = cls._create(context, engine, owned)
+        worker = cls._create(context, engine)
         worker._waiting_options = {"spin": spin, "yield_interval": yield_interval}
         if owned:
             engine.teardown.on_closed = context._close
@@ -269,16 +267,9 @@ class Worker(metaclass=OpenedNotConstructed):
                 raise broken(f"connecting to {core.label}: {error}", error)
         else:
             host, port = split_address(address)
-            await trio.lowlevel.checkpoint_if_cancelled()
-            self._engine.check()
-            await trio.lowlevel.checkpoint()
-            resolved = await resolve(host, port, family=self._context.family)
-            self._engine.check()
-            usable = [one for one in resolved if one.family == self._context.family]
-            if not usable:
-                raise endpoint_options.wrong_family(resolved[0], self._context.family)
-            self._open_data_ports(usable[0].ip)
-            core = connect_socket(self._engine, usable[0], options)
+            resolved = await self._resolve(host, port)
+            self._open_data_ports(resolved.ip)
+            core = connect_socket(self._engine, resolved, options)
         return Endpoint._create(self, core, name=name)
 
     @enable_ki_protection
@@ -303,6 +294,11 @@ class Worker(metaclass=OpenedNotConstructed):
             host = "::" if self._context.family.name == "AF_INET6" else "0.0.0.0"
         elif not isinstance(host, str):
             raise TypeError(f"the host must be a str or None, not {type(host).__name__}")
+        resolved = await self._resolve(host, port)
+        self._engine.data_ports.open_for_raw_use("a raw listener was opened", resolved.ip)
+        return RawListener._create(self, ListenerCore(self._engine, resolved))
+
+    async def _resolve(self, host: str, port: int) -> Resolved:
         await trio.lowlevel.checkpoint_if_cancelled()
         self._engine.check()
         await trio.lowlevel.checkpoint()
@@ -311,8 +307,7 @@ class Worker(metaclass=OpenedNotConstructed):
         usable = [one for one in resolved if one.family == self._context.family]
         if not usable:
             raise endpoint_options.wrong_family(resolved[0], self._context.family)
-        self._engine.data_ports.open_for_raw_use("a raw listener was opened", usable[0].ip)
-        return RawListener._create(self, ListenerCore(self._engine, usable[0]))
+        return usable[0]
 
     def _open_data_ports(self, host: str) -> None:
         """Lets the peer of a raw endpoint connect back. Not before everything is checked: the ports stay open."""
@@ -663,16 +658,7 @@ async def open_worker(
     """
     check_in_trio()
     await trio.lowlevel.checkpoint()
-    worker = Worker._open(
-        context,
-        config,
-        features=features,
-        keepalive_interval=keepalive_interval,
-        name=name,
-        client_id=client_id,
-        spin=spin,
-        yield_interval=yield_interval,
-    )
+    worker = Worker._open(context, config, features, keepalive_interval, name, client_id, spin, yield_interval)
     try:
         yield worker
     finally:

@@ -58,7 +58,7 @@ class EndpointCore(Scope):
         self.main: EndpointCore | None = None
         #: Of a shared endpoint: the endpoints to the same worker; the Connections that have not left it; its lanes
         #: when the first message for a Connection arrived over it.
-        self.peer_worker: PeerWorker[EndpointCore] | None = None
+        self.peer_worker: PeerWorker | None = None
         self.shares: dict[Share, None] = {}
         self.lanes_when_greeted: list[bytes] | None = None
         #: Whether it is known to be up, and will not change its lanes any more.

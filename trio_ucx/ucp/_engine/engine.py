@@ -115,7 +115,7 @@ class Engine:
         self.identity = Identity.of(handle, context, client_id)
         self.data_ports = DataPorts(listening, self.identity.address, self.identity.unknown_layout)
         #: Its endpoints by worker address, for each peer worker.
-        self.peer_workers: PeerWorkers[EndpointCore] = PeerWorkers(lambda: self.progress_task.safety_net.watch())
+        self.peer_workers: PeerWorkers = PeerWorkers(lambda: self.progress_task.safety_net.watch())
         self.endpoints: dict[int, EndpointCore] = {}
         self.peer_processes = PeerProcesses(self.run)
         self.in_flight: dict[int, Operation] = {}

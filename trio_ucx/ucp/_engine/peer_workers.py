@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import attrs
 
 from .._worker_address import WorkerAddress
+
+if TYPE_CHECKING:
+    from .endpoint_core import EndpointCore
 
 #: Generations that can be used between two workers. UCX's numbers have 16 bits.
 LIMIT = 65_000
@@ -49,30 +52,8 @@ class Standing:
         return generation in (self.shared, self.made + 1)
 
 
-class SharedEndpoint(Protocol):
-    """An endpoint that Connections share: :class:`~.endpoint_core.EndpointCore`."""
-
-    handle: Any
-    peer_worker: PeerWorker[Any] | None
-    peer_address: WorkerAddress | None
-
-    @property
-    def greeted(self) -> bool:
-        """Whether something has arrived over it for a Connection."""
-
-    @property
-    def gone(self) -> bool:
-        """Whether it was closed, or has failed."""
-
-    def close(self) -> None:
-        """Closes it by force."""
-
-
-E = TypeVar("E", bound=SharedEndpoint)
-
-
 @attrs.define
-class Kind(Generic[E]):
+class Kind:
     """The endpoint that Connections of one kind share: over shared memory, or without.
 
     Attributes:
@@ -80,12 +61,12 @@ class Kind(Generic[E]):
         expected: how many clients were told of it, and have not joined it yet.
     """
 
-    core: E | None = None
+    core: EndpointCore | None = None
     generation: int = 0
     expected: int = 0
 
 
-class PeerWorker(Generic[E]):
+class PeerWorker:
     """The endpoints that this worker makes to one peer worker.
 
     The address from which an endpoint is made, with shared memory or without, distinguishes its kind.
@@ -97,15 +78,15 @@ class PeerWorker(Generic[E]):
     def __init__(self, watch: Callable[[], None]) -> None:
         self._watch = watch
         self._made = 0
-        self._kinds: dict[bytes, Kind[E]] = {}
+        self._kinds: dict[bytes, Kind] = {}
         #: Endpoints without Connections, and since when.
-        self._idle: dict[E, float] = {}
+        self._idle: dict[EndpointCore, float] = {}
 
     def count_made(self) -> None:
         """Counts a generation: UCX has made an endpoint, or used the number up on an attempt."""
         self._made += 1
 
-    def _kind(self, address: WorkerAddress | None) -> Kind[E]:
+    def _kind(self, address: WorkerAddress | None) -> Kind:
         assert address is not None
         return self._kinds.setdefault(address.ucx, Kind())
 
@@ -151,7 +132,7 @@ class PeerWorker(Generic[E]):
             return generation == kind.generation  # a client that was told of it must find it
         return generation == self._made + 1 and generation < LIMIT
 
-    def get(self, generation: int, address: WorkerAddress, make: Callable[[], E]) -> E | None:
+    def get(self, generation: int, address: WorkerAddress, make: Callable[[], EndpointCore]) -> EndpointCore | None:
         """Returns the endpoint of this generation, which it makes if it is the next; None if it cannot be had.
 
         Raises:
@@ -175,7 +156,7 @@ class PeerWorker(Generic[E]):
 
     # ---- the end ----
 
-    def left(self, core: E, *, reusable: bool) -> bool:
+    def left(self, core: EndpointCore, *, reusable: bool) -> bool:
         """The last Connection has left an endpoint.
 
         Args:
@@ -195,12 +176,12 @@ class PeerWorker(Generic[E]):
             self._watch()
         return stays
 
-    def ended(self, core: E) -> None:
+    def ended(self, core: EndpointCore) -> None:
         """An endpoint was closed, or has failed."""
         self._idle.pop(core, None)
         self._forget(core)
 
-    def _forget(self, core: E) -> None:
+    def _forget(self, core: EndpointCore) -> None:
         kind = self._kind(core.peer_address)
         if core is kind.core:
             kind.core, kind.generation = None, 0
@@ -220,7 +201,7 @@ class PeerWorker(Generic[E]):
                 core.close()
 
 
-class PeerWorkers(Generic[E]):
+class PeerWorkers:
     """The peer workers of one worker, by their uid.
 
     Args:
@@ -229,11 +210,11 @@ class PeerWorkers(Generic[E]):
 
     def __init__(self, watch: Callable[[], None]) -> None:
         self._watch = watch
-        self._workers: dict[int, PeerWorker[E]] = {}
+        self._workers: dict[int, PeerWorker] = {}
         #: Whether UCX's endpoint configurations are used up: a worker has 255 in its life.
         self.is_full = False
 
-    def of(self, uid: int) -> PeerWorker[E]:
+    def of(self, uid: int) -> PeerWorker:
         """The one with this uid. (It is kept as long as UCX counts, until the worker is closed.)"""
         worker = self._workers.get(uid)
         if worker is None:

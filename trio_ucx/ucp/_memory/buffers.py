@@ -228,25 +228,21 @@ class Pinned:
             exports = [export for export in exports if _size(export) > 0]
         addresses = [export.address if type(export) is ForeignMemory else export for export in exports]
         sizes = [_size(export) for export in exports]
-        native = ffi.new("void *[]", addresses), ffi.new("size_t[]", sizes)
-        self._keep = native
         self.address = None
-        self.many = ffi.new(
-            "tu_buffers_t *",
-            {"count": len(sizes), "addresses": native[0], "lengths": native[1], "memory": self.memory},
-        )
         self.size = sum(sizes)
+        self._set_list(addresses, sizes)
 
     def native_list(self) -> Any:
         """The ``tu_buffers_t``, for calls that take nothing else."""
         if self.many is None:
-            addresses = ffi.new("void *[]", [self.address])
-            lengths = ffi.new("size_t[]", [self.size])
-            self._keep = (addresses, lengths)
-            self.many = ffi.new(
-                "tu_buffers_t *", {"count": 1, "addresses": addresses, "lengths": lengths, "memory": self.memory}
-            )
+            self._set_list([self.address], [self.size])
         return self.many
+
+    def _set_list(self, addresses: list[Any], sizes: list[int]) -> None:
+        self._keep = first, lengths = ffi.new("void *[]", addresses), ffi.new("size_t[]", sizes)
+        self.many = ffi.new(
+            "tu_buffers_t *", {"count": len(sizes), "addresses": first, "lengths": lengths, "memory": self.memory}
+        )
 
     @enable_ki_protection  # as a destructor, too, which Trio knows by a name that this has not: nobody would get it
     def release(self) -> None:
