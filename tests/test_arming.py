@@ -37,7 +37,6 @@ class World:
     #: How often it will refuse to be armed, or have more to do.
     refusals: int = 0
     more: int = 0
-    is_stuck: bool = False
     # The loop.
     hook: bool = False
     event_hook: bool = False
@@ -88,9 +87,6 @@ class World:
     def signal(self) -> None:
         self.calls.append("signal")
         self.descriptor = True
-
-    def stuck(self) -> bool:
-        return self.is_stuck
 
     def arrive(self, announced: bool = True) -> None:
         self.work += 1
@@ -310,13 +306,8 @@ def test_the_progress_task_takes_over_when_arming_fails(event: Event, state: Sta
 
 
 def test_a_run_ends_in_what_ucx_says() -> None:
-    for refusals, more, stuck, state in (
-        (0, 0, False, State.ARMED),
-        (0, 1, False, State.PROGRESSING),
-        (1, 0, False, State.BACKING_OFF),
-        (1, 0, True, State.SUSPENDED),
-    ):
-        one = World(refusals=refusals, more=more, is_stuck=stuck)
+    for refusals, more, state in ((0, 0, State.ARMED), (0, 1, State.PROGRESSING), (1, 0, State.BACKING_OFF)):
+        one = World(refusals=refusals, more=more)
         assert one.arming.next_step() is state
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import os
 import random
 import subprocess
 import sys
@@ -429,6 +431,33 @@ async def test_closed_raw_listener_leaves_no_warning() -> None:
         assert "closed" in repr(listener)
     del listener
     gc.collect()
+
+
+async def test_raw_listener_closes_without_descriptors(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> list[str]:
+        raise OSError(errno.EMFILE, "no descriptors")
+
+    listener = await worker.open_listener("127.0.0.1", 0)
+    async with trio.open_nursery() as nursery:
+
+        async def accept() -> None:
+            with pytest.raises(trio.ClosedResourceError):
+                await listener.accept_request()
+
+        nursery.start_soon(accept)
+        await trio.testing.wait_all_tasks_blocked()
+        monkeypatch.setattr(os, "listdir", refuse)
+        await listener.aclose()
+        monkeypatch.undo()
+
+
+async def test_all_who_wait_for_closes_in_the_background_go_on(worker: ucp.Worker) -> None:
+    run = internals(worker).run
+    with trio.fail_after(15):
+        async with trio.open_nursery() as nursery:
+            run.spawn_background(partial(trio.sleep, 0.05), "a close")
+            nursery.start_soon(run.wait_background_ended)
+            nursery.start_soon(run.wait_background_ended)
 
 
 async def test_listeners_that_are_open_when_their_worker_closes() -> None:

@@ -17,7 +17,7 @@ from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.testing import live_handles
+from trio_ucx.testing import internals, live_handles
 
 #: Seconds until other connections break, and until new clients connect over shared memory.
 SOON = 5.0
@@ -236,8 +236,8 @@ async def test_raw_endpoints(queue: str) -> None:
             endpoint.abort()
 
 
-async def test_a_worker_with_a_stopped_queue_uses_no_cpu() -> None:
-    """UCX cannot be armed any more, but no event can come: the worker uses no CPU."""
+async def test_a_worker_with_a_stopped_queue_goes_on() -> None:
+    """UCX cannot be armed any more, but its other transports work: it is progressed now and then."""
     async with (
         ucp.open_worker(config=options("sysv")) as worker,
         open_echo(worker) as echo,
@@ -248,10 +248,37 @@ async def test_a_worker_with_a_stopped_queue_uses_no_cpu() -> None:
         await bad.tell()
         await echo.wait_errors(1)
         await until(lambda: worker.statistics().stopped_queues)
-        await trio.sleep(0.2)
+        await trio.sleep(2)
         before = worker.statistics().progress_calls
         await trio.sleep(1)
-        assert worker.statistics().progress_calls - before < 20
+        assert 2 < worker.statistics().progress_calls - before < 100
+        async with ucp.open_worker(config={"TLS": "tcp"}) as other:
+            endpoint = await other.open_endpoint(worker.address)
+            with Stopwatch(SOON), trio.fail_after(60):
+                await endpoint.tag_send(bytes(10), 1)
+                await endpoint.flush()
+            endpoint.abort()
+
+
+async def test_raw_endpoints_by_socket_address_of_a_stopped_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until such an endpoint is up, nobody knows that it will use shared memory."""
+    async with (
+        ucp.open_worker(config=options("sysv")) as worker,
+        ucp.open_worker(config=options("sysv")) as other,
+        await other.open_listener("127.0.0.1", 0) as there,
+        await worker.open_listener("127.0.0.1", 0) as here,
+    ):
+        queue = internals(worker).receive_queue
+        monkeypatch.setattr(queue, "stopped", True)
+        with pytest.raises(trio.BrokenResourceError, match="another worker"):
+            await worker.open_endpoint(there.address)
+        client = await other.open_endpoint(here.address)
+        with trio.fail_after(15):
+            request = await here.accept_request()
+        with pytest.raises(trio.BrokenResourceError, match="another worker"):
+            await request.accept()
+        client.abort()
+        monkeypatch.undo()
 
 
 @pytest.fixture

@@ -203,14 +203,21 @@ async def test_endpoint_ends_with_its_connection(worker: ucp.Worker, transports:
                 await endpoint.tag_send_sync(b"nobody receives it", 1)
             errors.append(caught.value)
 
+        async def sends_in_a_group() -> None:
+            with pytest.raises(ExceptionGroup) as caught:
+                async with worker.open_request_group() as group:
+                    group.tag_send_sync(one.endpoint, b"nobody receives it", 1)
+            errors.extend(caught.value.exceptions)
+
         with trio.fail_after(15):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(sends, one.endpoint)
+                nursery.start_soon(sends_in_a_group)
                 nursery.start_soon(sends, there[0].endpoint)
                 ends = one.endpoint, there[0].endpoint
-                await until(lambda: all(end.statistics().operations_in_flight for end in ends))
+                await until(lambda: [end.statistics().operations_in_flight for end in ends] == [2, 1])
                 one.abort()
-        assert sorted(type(error).__name__ for error in errors) == ["ClosedResourceError", "PeerLost"]
+        assert sorted(type(error).__name__ for error in errors) == [*["ClosedResourceError"] * 2, "PeerLost"]
         assert one.endpoint.name and not one.endpoint.alive
         assert other.endpoint.alive
         await other.send(b"goes on")

@@ -6,6 +6,7 @@ import errno
 import os
 from typing import Any
 
+import attrs
 import pytest
 import trio
 from helpers import open_peer
@@ -13,9 +14,10 @@ from samples import sample, some_worker
 
 from trio_ucx import ucp
 from trio_ucx._native import ucx
-from trio_ucx.ucp import _connecting
+from trio_ucx.testing import internals
+from trio_ucx.ucp import _connecting, _process
 from trio_ucx.ucp._hints import hint
-from trio_ucx.ucp._process import NOBODY, has_ended, this_process
+from trio_ucx.ucp._process import NOBODY, has_ended, open_pidfd, start_time, this_process
 from trio_ucx.ucp._status import Status
 
 RELEASE = ".".join(map(str, ucx.version[:2]))
@@ -151,3 +153,44 @@ def test_has_ended() -> None:
     ours = this_process()
     assert not has_ended(NOBODY) and not has_ended(ours)
     assert ours.pid == os.getpid()
+
+
+@pytest.mark.parametrize("error", [errno.ENOENT, errno.EACCES, errno.EMFILE])
+async def test_a_process_that_cannot_be_looked_at_has_not_ended(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``/proc`` may hide the processes of other users (``hidepid``), and there may be no descriptor left to read it."""
+
+    def refuse(pid: int) -> list[str]:
+        raise OSError(error, os.strerror(error))
+
+    child = await trio.lowlevel.open_process(["sleep", "60"])
+    process = attrs.evolve(this_process(), pid=child.pid, start=start_time(child.pid))
+    monkeypatch.setattr(_process, "_stat", refuse)
+    try:
+        assert not has_ended(process)
+        fd = open_pidfd(process)
+        assert fd is not None
+        os.close(fd)
+    finally:
+        child.kill()
+        await child.wait()
+    assert has_ended(process)
+    with pytest.raises(ProcessLookupError):
+        open_pidfd(process)
+
+
+async def test_no_descriptor_for_the_watch_of_a_process(
+    transports: str, worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An endpoint that would not notice the end of its peer is not opened."""
+
+    def refuse(pid: int) -> int:
+        raise OSError(errno.EMFILE, "no descriptors")
+
+    async with open_peer("raw_listener", transports=transports) as peer:
+        _, text = await peer.hear()
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+        with pytest.raises(OSError, match="no descriptors"):
+            await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(text)))
+        assert not internals(worker).endpoints
+        monkeypatch.undo()
+        (await worker.open_endpoint(ucp.WorkerAddress(bytes.fromhex(text)))).abort()

@@ -175,6 +175,17 @@ async def test_receive_any_takes_turns_and_ends(tmp_path: Path) -> None:
     assert results[0] == [1, 2, 3] * 3
 
 
+async def test_receive_any_keeps_nothing(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> None:
+        for _ in range(10):
+            with trio.move_on_after(0.001):
+                await group.receive_any(tag=1)
+        assert not group._waiters
+        await group.barrier()
+
+    await run_ranks(tmp_path, 2, body)
+
+
 async def test_receive_any_waits(tmp_path: Path) -> None:
     async def body(group: mesh.Group) -> None:
         if group.rank:

@@ -10,12 +10,14 @@ from typing import Any, Literal
 
 import pytest
 import trio
+import trio.testing
 
 import trio_ucx
 from trio_ucx import mesh, ucp
 from trio_ucx.mesh import _meeting, _running
 from trio_ucx.mesh._collectives import barrier
 from trio_ucx.mesh._members import Members
+from trio_ucx.mesh._messages import Hello
 
 Body = Callable[[mesh.Group], Awaitable[Any]]
 
@@ -360,6 +362,57 @@ async def test_a_loss_heard_with_a_message_of_the_next_generation() -> None:
     with pytest.raises(mesh.RankLostError, match="dead"):
         await running.run(0, barrier(0, 2))
     assert link.pending == [message]
+
+
+class _Control:
+    """The channel of a rank's control connection, whose end comes when the test wants."""
+
+    def __init__(self) -> None:
+        self.connection = SimpleNamespace(remote_address=("127.0.0.1", 1), _link=SimpleNamespace(owner=""))
+        self.connection.abort = lambda: None
+        self.end, self._ended = trio.open_memory_channel[bytes](0)
+
+    async def receive(self) -> bytes:
+        try:
+            return await self._ended.receive()
+        except trio.EndOfChannel:
+            raise trio.BrokenResourceError("it died") from None
+
+    async def send(self, data: bytes) -> None:
+        pass
+
+    def send_nowait(self, data: bytes) -> None:
+        pass
+
+
+@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("when", ["meeting", "replacing"])
+async def test_a_rank_that_dies_at_the_moment_it_is_admitted(when: str, number: int) -> None:
+    """It is no member, whichever of the two tasks Trio runs first. (Trio chooses at random.)"""
+    members = Members(0, 3, fatal=False)
+    first, second, replacement = _Control(), _Control(), _Control()
+    async with trio.open_nursery() as nursery:
+        coordinator = _meeting.Coordinator(Any, members, SimpleNamespace(nursery=nursery), 1)  # type: ignore[arg-type]
+
+        def arrive(rank: int, control: _Control) -> None:
+            hello = Hello(rank, 0, 3, 5, 30.0, "continue")
+            nursery.start_soon(coordinator._admit, _meeting._Arrival(control, hello))  # type: ignore[arg-type]
+
+        arrive(1, first)
+        await trio.testing.wait_all_tasks_blocked()
+        if when == "meeting":
+            coordinator._controls[2] = second  # type: ignore[assignment]
+            coordinator._complete.set()
+        else:
+            arrive(2, second)
+            await trio.testing.wait_all_tasks_blocked()
+            arrive(1, replacement)
+            await trio.testing.wait_all_tasks_blocked()
+        for control in first, replacement:
+            control.end.close()
+        await trio.testing.wait_all_tasks_blocked()
+        assert list(members.lost) == [1] and list(coordinator._controls) == [2]
+        nursery.cancel_scope.cancel()
 
 
 class TestContinue:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ class Ranks:
             stderr=subprocess.PIPE,
             bufsize=0,
             process_group=0,
-            preexec_fn=_die_with_parent,
+            preexec_fn=partial(_die_with_parent, os.getpid()),
         )
         self.ranks.append(Rank(number, process, os.pidfd_open(process.pid)))
 
@@ -287,6 +288,8 @@ def _write(target: int, data: bytes) -> None:
 _libc = ctypes.CDLL(None)
 
 
-def _die_with_parent() -> None:
-    """In a new process: asks the kernel to kill it when its parent has ended."""
+def _die_with_parent(parent: int) -> None:
+    """In a new process: asks the kernel to kill it when its parent has ended, and ends if it has already."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

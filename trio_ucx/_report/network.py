@@ -8,7 +8,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 
-from ..ucp._process import Process, is_stopped, is_visible, start_time, this_process
+from ..ucp._process import Process, has_ended, is_stopped, is_visible, this_process
 
 #: So many unanswered packets in a row are worth mentioning. One or two get lost anyway.
 _MANY = 3
@@ -16,7 +16,7 @@ _MANY = 3
 
 def stopped_process(process: Process) -> Iterator[str]:
     """A sentence if a peer's process on this machine is stopped."""
-    others = is_visible(process) and process != this_process() and start_time(process.pid) == process.start
+    others = is_visible(process) and process != this_process() and not has_ended(process)
     if others and is_stopped(process.pid):
         yield (
             f"the peer's process {process.pid} is stopped (state T in /proc/{process.pid}/stat): it goes on when "

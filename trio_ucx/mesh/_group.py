@@ -44,7 +44,7 @@ class Group(metaclass=OpenedNotConstructed):
         self._reported: RankLostError | None = None
         #: The rank from which :meth:`receive_any` has received last.
         self._served = -1
-        self._waiters: list[Signal] = []
+        self._waiters: set[Signal] = set()
         members.on_change.append(self._member_changed)
         links.on_established = self._wake
 
@@ -88,7 +88,7 @@ class Group(metaclass=OpenedNotConstructed):
         self._wake()
 
     def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
+        waiters, self._waiters = self._waiters, set()
         for waiter in waiters:
             waiter.set()
 
@@ -319,9 +319,10 @@ class Group(metaclass=OpenedNotConstructed):
         if not open_links and all(rank in members.left for rank in range(members.size) if rank != self.rank):
             raise trio.EndOfChannel("all other ranks have left the group")
         signal = Signal()
-        self._waiters.append(signal)
+        self._waiters.add(signal)
         wait = signal.wait
         with ExitStack() as stack:
+            stack.callback(self._waiters.discard, signal)
             for link in open_links:
                 assert link.connection is not None
                 stack.enter_context(link.watching(tag, signal))

@@ -177,6 +177,7 @@ class Coordinator:
                 self._complete.set()
             with trio.move_on_after(arrival.hello.seconds):
                 await self._complete.wait()
+            await trio.lowlevel.checkpoint_if_cancelled()  # it has gone meanwhile
             if not self._complete.is_set():
                 answer = Answer(f"after {arrival.hello.seconds:.3g} s, {self.absence()}", self.missing())
                 del self._arrivals[rank]
@@ -187,6 +188,7 @@ class Coordinator:
             with trio.move_on_after(arrival.hello.seconds):
                 while rank not in members.lost and members.ended is None:
                     await self._members.changed.park()  # its loss may not be known yet
+            await trio.lowlevel.checkpoint_if_cancelled()
             refusal = self._refusal(arrival.hello)
             if members.ended is not None or rank in members.left:
                 refusal = Answer("the previous group has not ended", later=True)

@@ -58,7 +58,11 @@ def connect_worker(
 ) -> EndpointCore:
     """A raw endpoint, which notices by itself that its peer's process died."""
     core = _make_to_worker(engine, _usable_part(engine, address, options), options, repr(address))
-    core.watch_process()
+    try:
+        core.watch_process()
+    except OSError:
+        core.close()
+        raise
     return core
 
 

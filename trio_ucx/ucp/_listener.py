@@ -23,6 +23,7 @@ from ._engine.engine import Engine, engines
 from ._engine.waits import Waiters
 from ._live_handles import live_handles
 from ._quirks import descriptors
+from ._quirks.stopped_queue import refuse_stopped_queue
 from ._status import Status, os_error_from_status
 from ._util import OpenedNotConstructed, check_integer, warn_resource
 
@@ -132,7 +133,8 @@ class ListenerCore:
             rejected.add(format_address(client_of(request)))
             self.reject(request)
         self.waiting.clear()
-        self._drop_silent_clients(rejected)
+        with suppress(OSError):  # no descriptor is left for that
+            self._drop_silent_clients(rejected)
         handle, self.handle = self.handle, None
         del self.engine.receivers.listeners[self.id]
         self.engine.teardown.children.pop(self.id, None)
@@ -234,7 +236,8 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
 
         Raises:
             trio.ClosedResourceError: it was answered before, or the listener, or the worker, was closed.
-            trio.BrokenResourceError: the worker broke.
+            trio.BrokenResourceError: the worker broke; or its queue in shared memory has stopped
+                (``statistics().stopped_queues``): accept on another worker.
             OSError: the client went away meanwhile, has no transport in common, or another release of UCX; too few file
                 descriptors are left (EMFILE), or there is no memory for it (ENOMEM): the request can still be answered.
             TypeError, ValueError: a wrong argument; a worker of another context.
@@ -260,6 +263,7 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
                 self._request = request
                 self._core.unanswered.add(request)
             raise
+        refuse_stopped_queue(core)
         endpoint = Endpoint._create(target, core, name=options.name)
         endpoint._remote = self.client_address
         await trio.lowlevel.cancel_shielded_checkpoint()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def _boot_id() -> bytes:
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text()
         return bytes.fromhex(text.strip().replace("-", ""))
-    except (OSError, ValueError):
+    except (FileNotFoundError, PermissionError, ValueError):
         return bytes(16)
 
 
@@ -63,13 +63,22 @@ def _namespace(kind: str) -> int:
 
 
 def start_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if there is no such process, or it ends just now."""
+    """When a process started, in clock ticks since boot; 0 if it ends just now.
+
+    Raises:
+        OSError: there is no such process; or the kernel does not say (``hidepid``), or no file can be opened.
+    """
+    fields = _stat(pid)
+    ends = fields[0] in "ZX" or int(fields[6]) & _PF_EXITING
+    return 0 if ends else int(fields[19])
+
+
+def _exists(pid: int) -> bool:
     try:
-        fields = _stat(pid)
-        ends = fields[0] in "ZX" or int(fields[6]) & _PF_EXITING
-        return 0 if ends else int(fields[19])
-    except (OSError, ValueError, IndexError):
-        return 0
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno != errno.ESRCH
+    return True
 
 
 def is_stopped(pid: int) -> bool:
@@ -98,23 +107,32 @@ def is_visible(process: Process) -> bool:
 
 def has_ended(process: Process) -> bool:
     """Whether a process has ended; False if that is unknown."""
-    return is_visible(process) and start_time(process.pid) != process.start
+    if not is_visible(process):
+        return False
+    try:
+        return start_time(process.pid) != process.start
+    except OSError:
+        return not _exists(process.pid)
 
 
 def open_pidfd(process: Process) -> int | None:
     """A descriptor that becomes readable when a process ends.
 
     Returns:
-        None: it is this process, or one that cannot be watched from here, or there is no descriptor left for it.
+        None: it is this process, or one that cannot be watched from here.
 
     Raises:
         ProcessLookupError: it has ended.
+        OSError: there is no descriptor left (EMFILE, ENFILE), or no memory (ENOMEM).
     """
     if not is_visible(process) or process.pid == this_process().pid:
         return None
     fd: int | None = None
-    with suppress(OSError, OverflowError):
+    try:
         fd = os.pidfd_open(process.pid)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
     if has_ended(process):  # the pidfd is another process's, if there is one
         if fd is not None:
             os.close(fd)
@@ -145,5 +163,6 @@ def this_host() -> Host:
 @lru_cache(maxsize=1)
 def _host_of(pid: int, user: int) -> Host:
     """Its arguments are what can change while the process runs, by a fork for instance."""
-    process = Process(_boot_id(), _namespace("pid"), pid, start_time(pid))
+    boot = _boot_id()
+    process = Process(boot, _namespace("pid"), pid, start_time(pid) if any(boot) else 0)
     return Host(process, user, _namespace("ipc"), _namespace("net"))

@@ -30,9 +30,9 @@ from ._features import DEFAULT_FEATURES, Feature
 from ._listener import ListenerCore, RawListener, check_port
 from ._memory.buffers import WritableBuffer
 from ._quirks.data_ports import tcp_hosts
-from ._quirks.stopped_queue import WatchedQueue, stopped_error, uses_queue
+from ._quirks.stopped_queue import WatchedQueue, refuse_stopped_queue
 from ._requests import RequestGroup, open_group
-from ._status import MessageTooLong, Status, UCXError, broken
+from ._status import MessageTooLong, Status, UCXError
 from ._tag import (
     TagMessage,
     check_feature,
@@ -261,15 +261,12 @@ class Worker(metaclass=OpenedNotConstructed):
             for host in tcp_hosts(address):
                 self._open_data_ports(host)
             core = connect_worker(self._engine, address, options)
-            if self._engine.receive_queue.stopped and uses_queue(core):
-                core.close()
-                error = stopped_error()
-                raise broken(f"connecting to {core.label}: {error}", error)
         else:
             host, port = split_address(address)
             resolved = await self._resolve(host, port)
             self._open_data_ports(resolved.ip)
             core = connect_socket(self._engine, resolved, options)
+        refuse_stopped_queue(core)
         return Endpoint._create(self, core, name=name)
 
     @enable_ki_protection

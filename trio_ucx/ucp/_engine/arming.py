@@ -44,7 +44,7 @@ Event         ``ARMED``   DISARMED    SUSPENDED    PROGRESSING    BACKING_OFF   
 * *step_aside* suspends the progress task for a bounded time: ``SUSPENDED``.
 * *hand_over* is *step_aside* where tasks poll, or where the hook after Trio's wait has looked already; else *look*.
 * *run* progresses and arms: ``ARMED`` when that succeeds; ``PROGRESSING`` when there is more to do at once, after a
-  schedule point; ``BACKING_OFF`` when UCX refuses. (``SUSPENDED`` if it will refuse for ever, and nothing is awaited.)
+  schedule point; ``BACKING_OFF`` when UCX refuses.
 
 What is deferred becomes ``OVERDUE`` when Trio has nothing else to run, or when nobody has made the worker progress for
 ``MOMENT``. A hook before Trio's waits notices this. The hook costs half a microsecond for each round of Trio's loop; so
@@ -131,9 +131,6 @@ class Worker(Protocol):
 
     def signal(self) -> None:
         """Makes the descriptor readable."""
-
-    def stuck(self) -> bool:
-        """Whether UCX will refuse for ever to be armed, and nothing is awaited."""
 
 
 class Loop(Protocol):
@@ -280,7 +277,7 @@ class Arming:
             self._state = State.ARMED
             self.armed_at = self._worker.progress_count
         elif result == Progress.BUSY:
-            self._state = State.SUSPENDED if self._worker.stuck() else State.BACKING_OFF
+            self._state = State.BACKING_OFF
 
     # ---- the progress task ----
 

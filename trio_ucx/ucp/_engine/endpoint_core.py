@@ -165,7 +165,11 @@ class EndpointCore(Scope):
                 contained(self.stream_buffer.wake)  # what has arrived can still be read
 
     def watch_process(self) -> None:
-        """Lets it fail when its peer's process ends, or has ended already, if that can be noticed."""
+        """Lets it fail when its peer's process ends, or has ended already, if that can be noticed.
+
+        Raises:
+            OSError: it cannot be noticed for want of a descriptor or of memory.
+        """
         if self.handle is None:
             return
         try:

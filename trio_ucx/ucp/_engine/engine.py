@@ -316,10 +316,6 @@ class Engine:
             )
         )
 
-    def stuck(self) -> bool:
-        """Whether UCX will refuse for ever to be armed, and there is nothing to progress for."""
-        return self.receive_queue.stopped and not self.awaited() and not self.receivers.listeners
-
     # ---- memory ----
 
     def keep(self, id: int, what: object) -> None:

@@ -46,7 +46,7 @@ class PeerProcesses:
             worker closes.
 
         Raises:
-            ProcessLookupError: it has ended.
+            ProcessLookupError, OSError: see :func:`.open_pidfd`.
         """
         watch = self._watches.get(process)
         if watch is None:

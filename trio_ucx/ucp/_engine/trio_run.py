@@ -14,7 +14,6 @@ import trio
 
 from .._contained import contained, report
 from .._quirks.forks import Birth
-from .waits import Signal
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -34,7 +33,7 @@ class TrioRun(Birth):
         self.root_task = weakref.ref(root)
         #: How many closes go on after their task was cancelled.
         self.background = 0
-        self._background_ended: Signal | None = None
+        self._background_ended = trio.lowlevel.ParkingLot()
 
     def check_thread(self) -> None:
         """Raises RuntimeError in another thread. (A forked child may close what it inherited, without an effect.)"""
@@ -70,8 +69,8 @@ class TrioRun(Birth):
                 report(f"{name} failed", error)
             finally:
                 self.background -= 1
-                if not self.background and self._background_ended is not None:
-                    contained(self._background_ended.set)
+                if not self.background:
+                    contained(self._background_ended.unpark_all)
                 if self._engine.usable:
                     contained(self._engine.wake)  # the progress task may be waiting for the last background task
 
@@ -84,8 +83,7 @@ class TrioRun(Birth):
 
     async def wait_background_ended(self) -> None:
         """Waits until the last close in the background has ended. There must be one."""
-        self._background_ended = Signal()
-        await self._background_ended.wait()
+        await self._background_ended.park()
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Calls it in the worker's thread and run, from wherever (a destructor, say); not at all when that is over."""

@@ -51,7 +51,7 @@ from .._engine.receive_queue import ReceiveQueue
 from .._engine.tag_dispatch import CONNECTION_BIT
 from .._features import Feature
 from .._process import Process
-from .._status import Status, UCXError
+from .._status import Status, UCXError, broken
 from .._tag import post_bytes_send
 from .address_layout import SHARED_MEMORY
 
@@ -76,6 +76,18 @@ def uses_queue(core: EndpointCore) -> bool:
         return False
     lanes = core.lanes()
     return lanes is None or not {lane.decode().partition("/")[0] for lane in lanes}.isdisjoint(SHARED_MEMORY)
+
+
+def refuse_stopped_queue(core: EndpointCore) -> None:
+    """Closes a new endpoint if it may use a queue that has stopped: one by socket address gets its lanes later.
+
+    Raises:
+        trio.BrokenResourceError: it was closed.
+    """
+    if core.engine.receive_queue.stopped and (core.peer_address is None or uses_queue(core)):
+        core.close()
+        error = stopped_error()
+        raise broken(f"connecting to {core.label}: {error}", error)
 
 
 class _Limit:
@@ -193,7 +205,7 @@ class WatchedQueue(ReceiveQueue):
         """Watches a process until it cannot be in the middle of writing."""
         try:
             watched = self._engine.peer_processes.watch(process, self, partial(self._ended, process))
-        except ProcessLookupError:
+        except OSError:  # it has ended, or cannot be watched just now
             self.suspect()
             return
         if not watched:
