@@ -243,7 +243,7 @@ class Worker(metaclass=OpenedNotConstructed):
             TypeError, ValueError: a wrong argument.
             NotImplementedError: this UCX does not know the ``error_mode``.
             trio.ClosedResourceError: the worker was closed.
-            trio.BrokenResourceError: the worker broke; or the endpoint would use shared memory, and the worker's queue
+            trio.BrokenResourceError: the worker broke; or the endpoint may use shared memory, and the worker's queue
                 there has stopped (``statistics().stopped_queues``): open another worker.
         """
         options = EndpointOptions(
