@@ -61,14 +61,6 @@ def break_deliveries(connection: trio_ucx.Connection, monkeypatch: pytest.Monkey
     monkeypatch.setattr(internals(connection).receiving.credit, "arrived", lambda *_: 1 / 0)
 
 
-def forget_queues(worker: ucp.Worker) -> None:
-    """The engine drops its references to queues of active messages, and to all that it closes before itself."""
-    engine = internals(worker)
-    engine.receivers.am_queues.clear()
-    engine.teardown.children.clear()
-    engine.teardown.on_broken.clear()
-
-
 def record_workers_left_alone(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Returns a list that gets each worker which is left alone from now on, because it cannot be destroyed."""
     left_alone: list[Any] = []

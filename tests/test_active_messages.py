@@ -23,12 +23,12 @@ from helpers import (
     resident,
     until,
 )
-from injected_faults import close_context, close_worker, forget_queues, record_workers_left_alone
+from injected_faults import close_context, close_worker, record_workers_left_alone
 from refused_memory import few_allocations
 from timing import cancelled_after
 
 from trio_ucx import ucp
-from trio_ucx.testing import internals
+from trio_ucx.testing import internals, live_handles
 from trio_ucx.ucp._engine import engine as _engine
 
 AUTO, EAGER, RENDEZVOUS = ucp.SendProtocol
@@ -1045,14 +1045,29 @@ async def test_closed_worker(transports: str) -> None:
     assert queue.statistics().waiting == 0
 
 
+async def test_opening_a_queue_in_a_cancelled_scope(worker: ucp.Worker) -> None:
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        async with worker.open_active_messages(3):
+            raise AssertionError("it was cancelled")
+    assert scope.cancelled_caught
+    async with worker.open_active_messages(3):
+        pass
+
+
 @pytest.mark.filterwarnings("default::ResourceWarning")
-async def test_dropped_queue_is_closed(worker: ucp.Worker) -> None:
-    queue = worker.open_active_messages(3)
-    with pytest.warns(ResourceWarning, match="unclosed"):
-        forget_queues(worker)
-        del queue
-        gc.collect()
-    await until(lambda: 3 not in internals(worker).receivers.am_ids)
+async def test_dropped_in_another_thread(worker: ucp.Worker) -> None:
+    """Destructors run wherever the last reference goes: what they close is closed in the worker's thread."""
+    async with open_raw_pair(worker) as (client, _):
+        with worker.open_active_messages(3) as queue, trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.am_send, 3, bytes(100_000))
+                held = [await queue.receive()]
+                with pytest.warns(ResourceWarning, match="neither received nor released"):
+                    await trio.to_thread.run_sync(held.clear)
+        chains = [worker.new_chain()]
+        await trio.to_thread.run_sync(chains.clear)
+        await until(lambda: "request chain" not in live_handles())
 
 
 async def test_request_groups(worker: ucp.Worker) -> None:

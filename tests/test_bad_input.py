@@ -8,6 +8,7 @@ import os
 import socket
 import traceback
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -343,11 +344,20 @@ async def test_another_thread(transports: str) -> None:
         open_raw_pair(worker) as (raw, raw_server),
         await worker.open_listener("127.0.0.1", 0) as raw_listener,
         worker.open_active_messages(3) as queue,
+        AsyncExitStack() as stack,
     ):
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
         memory = worker.context.allocate(8)
         remote = raw.attach(memory.descriptor)
         chain = worker.new_chain()
+        group = await stack.enter_async_context(worker.open_request_group())
+        request = group.tag_receive(bytearray(10), 99)
+        group.am_send(raw_server, 3, bytes(100_000), protocol=ucp.SendProtocol.EAGER)
+        eager = await queue.receive()
+        group.am_send(raw_server, 3, bytes(10), protocol=ucp.SendProtocol.RENDEZVOUS)
+        rendezvous = await queue.receive()
+        await raw_server.stream_send(b"stream")
+        stream_data = await raw.stream_receive_some()
         failures: list[BaseException] = []
 
         async def misuse() -> None:
@@ -360,6 +370,7 @@ async def test_another_thread(transports: str) -> None:
                 lambda: trio_ucx.connect("127.0.0.1:1", worker=worker),
                 *(closable.aclose for closable in (client, raw, listener, raw_listener)),
                 *(client.abort, raw.abort, chain.close, remote.close, lambda: queue.__exit__(None, None, None)),
+                *(request.cancel, eager.release, rendezvous.release, stream_data.release),
             ):
                 try:
                     result = function()
@@ -369,7 +380,13 @@ async def test_another_thread(transports: str) -> None:
                     failures.append(error)
 
         await trio.to_thread.run_sync(trio.run, misuse)
-        assert len(failures) == 15
+        assert len(failures) == 19
+        assert eager.data == bytes(100_000)
+        assert await rendezvous.receive() == bytes(10)
+        assert bytes(stream_data) == b"stream"
+        for piece in (eager, stream_data):
+            piece.release()
+        request.cancel()
         assert all("another thread" in str(failure) for failure in failures)
         await works(client, server)
         await raw.tag_send(b"raw", 1)

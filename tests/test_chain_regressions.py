@@ -13,14 +13,17 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import is_free, until
+from helpers import is_free, open_pair, until
 from injected_faults import close_worker_at_once, have_device_memory, ignore_unreachable_memory
 from outcome import Value
 from peers import REMOTE
-from remote import Ground, error_of, for_ucx, has_begun, open_ground, open_owner, released, value_of
+from remote import Ground, error_of, for_ucx, has_begun, open_ground, open_owner, open_two, released, value_of
 
 from trio_ucx import ucp
+from trio_ucx._native import lib
+from trio_ucx.testing import internals
 from trio_ucx.ucp import chains
+from trio_ucx.ucp.chains import _run
 
 
 def delayed(ground: Ground, delay: float, then: str = "skip") -> chains.RequestChain:
@@ -531,3 +534,45 @@ async def test_outcomes_of_the_run_before(ground: Ground) -> None:
         assert isinstance(error_of(outcomes[beyond]), chains.DependencyBoundsError)
         assert "request 3 failed" in str(error_of(outcomes[never]))
         assert value_of(outcomes[-1]) == 3
+
+
+async def test_closed_and_its_connection_ended_before_the_end_of_the_run_is_delivered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The connection's end tells the chain of C, which is freed when the run's end is delivered, and not before."""
+    freed: list[Any] = []
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(lib, name)
+
+        def tu_chain_free(self, handle: Any) -> None:
+            freed.append(handle)
+            lib.tu_chain_free(handle)
+
+        def tu_chain_forget(self, handle: Any, target: int) -> None:
+            assert handle not in freed
+            lib.tu_chain_forget(handle, target)
+
+    async def run() -> None:
+        with pytest.raises(trio.ClosedResourceError):
+            await chain.run()
+
+    def end() -> None:
+        chain.close()
+        connection.abort()
+
+    async with open_two("tcp") as (worker, owner), open_pair(worker, owner) as (connection, _):
+        with owner.context.allocate(8) as memory, connection.endpoint.attach(memory.descriptor) as remote:
+            monkeypatch.setattr(_run, "lib", Library())
+            await remote.put(bytes(8))
+            await remote.flush()
+            chain = worker.new_chain()
+            word = chain.get(remote, 0, 8)
+            chain.check(word.u64() == 1, on_false=chains.Retry(10**6, again=word, delay=100.0))
+            with trio.fail_after(20):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(run)
+                    await until(lambda: internals(worker).in_flight)
+                    internals(worker).without_delivery(end)
+                await until(lambda: len(freed) == 1)

@@ -13,6 +13,9 @@ from helpers import pattern
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._native import lib
+from trio_ucx.ucp._engine import lifetime
+from trio_ucx.ucp._memory import registered
 
 THREADS = 4
 ROUNDS = 50
@@ -133,6 +136,46 @@ async def serve_and_call(number: int, meeting: Meeting) -> list[bytes]:
 def test_threads_serve_each_other() -> None:
     expected = [bytes([other]) + b"hello" for other in range(THREADS)]
     assert run_in_threads(serve_and_call, Meeting()) == [expected] * THREADS
+
+
+@pytest.mark.parametrize("what", ["worker", "memory"])
+def test_context_that_is_left_while_something_is_made_with_it(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread leaves it just before UCX is called: it stays for what is made, and no longer."""
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(lib, name)
+
+        def tu_worker_create(self, *arguments: Any) -> int:
+            return self._leave(lib.tu_worker_create, arguments)
+
+        def tu_memory_map(self, *arguments: Any) -> int:
+            return self._leave(lib.tu_memory_map, arguments)
+
+        def _leave(self, function: Callable[..., int], arguments: Any) -> int:
+            thread = threading.Thread(target=context._close)
+            thread.start()
+            thread.join(15)
+            assert context._closed and context._handle is not None
+            return function(*arguments)
+
+    async def work() -> None:
+        async with ucp.open_worker(context=context) as worker:
+            async with await worker.open_endpoint(worker.address):
+                pass
+
+    async def main() -> None:
+        if what == "worker":
+            await trio.to_thread.run_sync(trio.run, work)
+        else:
+            context.allocate(100).close()
+
+    features = ucp.DEFAULT_FEATURES | ucp.Feature.RMA
+    with ucp.open_context({"TLS": "tcp,self"}, features=features) as context:
+        monkeypatch.setattr(lifetime, "lib", Library())
+        monkeypatch.setattr(registered, "lib", Library())
+        trio.run(main)
+        assert context._handle is None
 
 
 def test_context_ends_with_the_last_worker_of_any_thread() -> None:

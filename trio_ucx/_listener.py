@@ -88,7 +88,7 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
 
     def __del__(self) -> None:
         acceptor = self._acceptor
-        if not acceptor.closed and acceptor.engine.usable:
+        if not acceptor.closed and acceptor.engine.handle is not None:
             warn_resource(f"unclosed {self!r}", self)
             acceptor.engine.run.call_soon(acceptor.close)
 

@@ -23,7 +23,7 @@ from ._engine.waits import Waiters
 from ._features import Feature
 from ._live_handles import live_handles
 from ._status import Status, UCXError
-from ._util import OpenedNotConstructed, check_integer, warn_resource
+from ._util import OpenedNotConstructed, check_integer
 
 logger = logging.getLogger("trio_ucx")
 
@@ -210,8 +210,13 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         if self._engine.usable:
             self._close()
 
+    @enable_ki_protection
     async def __aenter__(self) -> ActiveMessages:
-        await trio.lowlevel.checkpoint()
+        try:
+            await trio.lowlevel.checkpoint()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     @enable_ki_protection
@@ -221,11 +226,6 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
             await trio.lowlevel.checkpoint()
         else:
             await trio.lowlevel.cancel_shielded_checkpoint()
-
-    def __del__(self) -> None:
-        if self._handle is not None and self._engine.usable:
-            warn_resource(f"unclosed {self!r}", self)
-            self._engine.run.call_soon(self._close)
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.ActiveMessages id {self._id}>"

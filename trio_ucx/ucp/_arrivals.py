@@ -49,10 +49,12 @@ class Arrival:
 
         Raises:
             BufferError: something made from the data is still in use.
+            RuntimeError: another thread.
         """
         if self.borrowed is not None:
             self.borrowed.end()
         elif self.native is not None:
+            self.engine.run.check_thread()
             self.engine.teardown.children.pop(self.id, None)
             if self.engine.usable:
                 self._release_native()
@@ -263,6 +265,7 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
 
         Raises:
             BufferError: something made from :attr:`data` is still in use.
+            RuntimeError: another thread.
         """
         self._end()
 
@@ -279,7 +282,7 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
 
     def __del__(self) -> None:
         arrival = self._arrival
-        if arrival.native is not None and arrival.engine.usable:
+        if arrival.native is not None and arrival.engine.handle is not None:
             if self.rendezvous:
                 warn_resource(f"{self!r} was neither received nor released", self)
             arrival.engine.run.call_soon(arrival.drop)

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -67,6 +68,8 @@ class Context(metaclass=OpenedNotConstructed):
     _birth: Birth = attrs.field(factory=Birth)
     _closed: bool = False
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
+    #: How many threads call UCX with it just now.
+    _holds: int = 0
 
     @classmethod
     def _open(
@@ -124,6 +127,23 @@ class Context(metaclass=OpenedNotConstructed):
             raise RuntimeError("this context was closed")
         return self._handle
 
+    @contextmanager
+    def _held(self) -> Iterator[Any]:
+        """UCX's context, which stays meanwhile, although another thread closes this one.
+
+        Raises:
+            RuntimeError: it was closed.
+        """
+        with self._lock:
+            handle = self._native()
+            self._holds += 1
+        try:
+            yield handle
+        finally:
+            with self._lock:
+                self._holds -= 1
+            self._destroy_if_unused()
+
     def _require(self, feature: Feature, doing: str) -> None:
         """Refuses what the context was not opened for: UCX would crash.
 
@@ -152,7 +172,8 @@ class Context(metaclass=OpenedNotConstructed):
         Raises:
             RuntimeError: it was closed.
         """
-        return query_context(self._native())
+        with self._held() as native:
+            return query_context(native)
 
     @property
     def memory_types(self) -> frozenset[MemoryType]:
@@ -169,7 +190,8 @@ class Context(metaclass=OpenedNotConstructed):
         Raises:
             RuntimeError: it was closed.
         """
-        return _take_text(lib.tu_context_config_text(self._native()))
+        with self._held() as native:
+            return _take_text(lib.tu_context_config_text(native))
 
     def info_text(self) -> str:
         """Returns the resources in use, in the format of ``ucx_info -p`` (``ucp_context_print_info``).
@@ -177,7 +199,8 @@ class Context(metaclass=OpenedNotConstructed):
         Raises:
             RuntimeError: it was closed.
         """
-        return _take_text(lib.tu_context_info_text(self._native()))
+        with self._held() as native:
+            return _take_text(lib.tu_context_info_text(native))
 
     def _check_evaluation(self) -> None:
         """Refuses to ask UCX for estimates where it would read past its table of interfaces (ucp_ep_evaluate_perf)."""
@@ -290,7 +313,8 @@ class Context(metaclass=OpenedNotConstructed):
 
     def _destroy_if_unused(self) -> None:
         with self._lock:
-            if self._closed and self._handle is not None and not self._workers and not self._memories:
+            in_use = self._holds or self._workers or self._memories
+            if self._closed and self._handle is not None and not in_use:
                 handle, self._handle = self._handle, None
                 lib.tu_context_destroy(handle)
                 forks.context_destroyed()

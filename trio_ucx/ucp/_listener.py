@@ -345,7 +345,7 @@ class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
     def __del__(self) -> None:
         core = self._core
-        if core.handle is not None and core.engine.usable:
+        if core.handle is not None and core.engine.handle is not None:
             warn_resource(f"unclosed {self!r}", self)
             core.engine.run.call_soon(core.close)
 

@@ -79,8 +79,11 @@ class Request(metaclass=OpenedNotConstructed):
         It then ends with :exc:`RequestCancelled`, which the group does not count as an error; or normally, if it was
         too late. What UCX cannot cancel goes on without the request: its buffers stay pinned until UCX lets go of them.
 
-        Raises: nothing, completed or not.
+        Raises:
+            RuntimeError: another thread, or a forked child.
         """
+        self._engine.run.check("this worker")
+        self._engine.run.check_thread()
         cancel(self._pending)
 
     def __repr__(self) -> str:

@@ -48,7 +48,9 @@ class StreamData(metaclass=OpenedNotConstructed):
 
         Raises:
             BufferError: something made from :attr:`data` is still in use.
+            RuntimeError: another thread.
         """
+        self._engine.run.check_thread()
         self._piece.end()
 
     def __enter__(self) -> StreamData:
@@ -60,7 +62,7 @@ class StreamData(metaclass=OpenedNotConstructed):
 
     def __del__(self) -> None:
         borrowed = self._piece.borrowed
-        if borrowed is not None and not borrowed.ended and self._engine.usable:
+        if borrowed is not None and not borrowed.ended and self._engine.handle is not None:
             warn_resource(f"unreleased {self!r}", self)
             self._engine.run.call_soon(borrowed.drop)
 

@@ -44,9 +44,11 @@ class Borrowed:
 
         Raises:
             BufferError: an object made from the view (a numpy array, another memoryview) still uses the memory.
+            RuntimeError: another thread.
         """
         if self.ended:
             return
+        self._engine.run.check_thread()
         self._window.close()
         del self._engine.teardown.children[self._id]
         self._engine.teardown.unreleased.discard(self._id)

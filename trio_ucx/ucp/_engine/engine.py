@@ -104,7 +104,6 @@ class Engine:
         handle: Any,
         client_id: int | None,
         listening: Any,
-        *,
         spin: float,
         yield_interval: float,
         receive_queue: Callable[[Engine], ReceiveQueue],

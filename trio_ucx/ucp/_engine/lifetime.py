@@ -51,17 +51,16 @@ def open_engine(
     Raises:
         MemoryError, OSError, UCXError: UCX has no memory, there are too few descriptors left, or UCX refuses.
     """
-    handle, listening = _create_worker(context, name, client_id)
-    try:
-        engine = Engine(
-            context, handle, client_id, listening, spin=spin, yield_interval=yield_interval, receive_queue=receive_queue
-        )
-    except BaseException:
-        lib.tu_worker_destroy(handle)
-        raise
-    live_handles.opened("worker")
-    context._destroy_postponed()
-    context._workers[engine] = partial(_close_with_context, engine)
+    with context._held() as native:
+        handle, listening = _create_worker(context, native, name, client_id)
+        try:
+            engine = Engine(context, handle, client_id, listening, spin, yield_interval, receive_queue)
+        except BaseException:
+            lib.tu_worker_destroy(handle)
+            raise
+        live_handles.opened("worker")
+        context._destroy_postponed()
+        context._workers[engine] = partial(_close_with_context, engine)
     engines.add(engine)
     if tasks:
         progress_task = engine.progress_task
@@ -70,7 +69,7 @@ def open_engine(
     return engine
 
 
-def _create_worker(context: Context, name: str | None, client_id: int | None) -> tuple[Any, Any]:
+def _create_worker(context: Context, native: Any, name: str | None, client_id: int | None) -> tuple[Any, Any]:
     """Returns UCX's worker, and where it listens (``tu_data_ports_t``)."""
     doing = "opening a worker"
     descriptors.require(context._descriptors_per_worker, doing)
@@ -78,7 +77,7 @@ def _create_worker(context: Context, name: str | None, client_id: int | None) ->
     out = ffi.new("tu_worker_t **")
     lowest, highest = context._tcp_port_range
     listening = ffi.new("tu_data_ports_t *", {"lowest": lowest, "highest": highest})
-    status = lib.tu_worker_create(context._native(), native_name(name), client_id or 0, listening, out)
+    status = lib.tu_worker_create(native, native_name(name), client_id or 0, listening, out)
     if listening.used_up:
         raise _no_free_port(context)
     if status != Status.OK:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import struct
+import threading
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -247,8 +248,10 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """
         self._check()
         if self._rkey is None:
-            native = self.context._native()
-            self._rkey = read_sized(lambda *out: lib.tu_memory_pack(native, self._handle, *out), "packing a remote key")
+            with self.context._held() as native:
+                self._rkey = read_sized(
+                    lambda *out: lib.tu_memory_pack(native, self._handle, *out), "packing a remote key"
+                )
         return self._rkey
 
     @property
@@ -332,14 +335,17 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
 #: Memory that was closed while peers' requests were in flight, and UCX's handle of it, by C's entry.
 _closing: dict[Any, tuple[Memory, Any]] = {}
+#: Threads take turns: what is found unused was freed. (The collector may run a destructor that comes here again.)
+_lock = threading.RLock()
 
 
 def unmap_unused() -> None:
     """Ends the registration of closed memory for which no request is in flight any more."""
-    for served in list(_closing):
-        if served in _closing and lib.tu_memory_unused(served):
-            memory, handle = _closing.pop(served)
-            memory._unmap(handle)
+    with _lock:
+        unused = (served for served in list(_closing) if served in _closing and lib.tu_memory_unused(served))
+        done = [_closing.pop(served) for served in unused]
+    for memory, handle in done:
+        memory._unmap(handle)
 
 
 def register(context: Context, buffer: Contiguous, access: Access) -> Memory:
@@ -406,29 +412,29 @@ def _map(
     protection: int,
     pins: Pinned | None,
 ) -> Memory:
-    native = context._native()
-    out = ffi.new("ucp_mem_h *")
-    kind = pins.memory - 1 if pins is not None else -1  # -1: UCX looks, or allocates in host memory
-    status = lib.tu_memory_map(native, address, nbytes, kind, protection, out)
-    if status == Status.NO_MEMORY:
-        raise MemoryError(f"UCX has no {nbytes} bytes of memory to allocate or register")
-    if status != Status.OK:
-        raise UCXError(status, f"registering {nbytes} bytes of memory")
-    base, on_host = int(ffi.cast("uintptr_t", address)), pins is None or pins.memory in _HOST_MEMORY
-    if pins is None:
-        found, length, found_kind = ffi.new("uint64_t *"), ffi.new("size_t *"), ffi.new("int *")
-        lib.tu_memory_query(out[0], found, length, found_kind)  # the length may be more than was asked for
-        base = found[0]
-    window = Window(base, nbytes, writable=bool(protection & _LOCAL_WRITE)) if on_host else None
-    memory: Memory = Memory._create(context, base, nbytes, access, out[0], window, pins)
-    if on_host and context._serves_memory:
-        memory._token = os.urandom(lib.TU_TOKEN_SIZE)
-        memory._served = lib.tu_memory_serve(native, out[0], memory._token, base, nbytes, access)
-        if memory._served == ffi.NULL:
-            lib.tu_memory_unmap(native, out[0])
-            memory._handle = memory._served = None
-            raise MemoryError(f"no memory to register {nbytes} bytes of memory")
-    context._memories.add(memory)
-    context._exposed_memory = True
-    live_handles.opened("memory")
-    return memory
+    with context._held() as native:
+        out = ffi.new("ucp_mem_h *")
+        kind = pins.memory - 1 if pins is not None else -1  # -1: UCX looks, or allocates in host memory
+        status = lib.tu_memory_map(native, address, nbytes, kind, protection, out)
+        if status == Status.NO_MEMORY:
+            raise MemoryError(f"UCX has no {nbytes} bytes of memory to allocate or register")
+        if status != Status.OK:
+            raise UCXError(status, f"registering {nbytes} bytes of memory")
+        base, on_host = int(ffi.cast("uintptr_t", address)), pins is None or pins.memory in _HOST_MEMORY
+        if pins is None:
+            found, length, found_kind = ffi.new("uint64_t *"), ffi.new("size_t *"), ffi.new("int *")
+            lib.tu_memory_query(out[0], found, length, found_kind)  # the length may be more than was asked for
+            base = found[0]
+        window = Window(base, nbytes, writable=bool(protection & _LOCAL_WRITE)) if on_host else None
+        memory: Memory = Memory._create(context, base, nbytes, access, out[0], window, pins)
+        if on_host and context._serves_memory:
+            memory._token = os.urandom(lib.TU_TOKEN_SIZE)
+            memory._served = lib.tu_memory_serve(native, out[0], memory._token, base, nbytes, access)
+            if memory._served == ffi.NULL:
+                lib.tu_memory_unmap(native, out[0])
+                memory._handle = memory._served = None
+                raise MemoryError(f"no memory to register {nbytes} bytes of memory")
+        context._memories.add(memory)
+        context._exposed_memory = True
+        live_handles.opened("memory")
+        return memory

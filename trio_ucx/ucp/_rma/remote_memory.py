@@ -506,7 +506,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             key.close()
 
     def __del__(self) -> None:
-        if not self._closed and self._core.engine.usable:
+        if not self._closed and self._core.engine.handle is not None:
             warn_resource(f"unclosed {self!r}", self)
             for key in self._keys.values():
                 self._core.engine.run.call_soon(key.close)

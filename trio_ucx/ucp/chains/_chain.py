@@ -604,7 +604,7 @@ class RequestChain(ChainBuilder):
         self._stands_differently()
 
     def __del__(self) -> None:
-        if self._native.handle is not None and self._engine.usable:
+        if self._native.handle is not None and self._engine.handle is not None:
             self._engine.run.call_soon(partial(self._native.free, None))
 
     def __repr__(self) -> str:

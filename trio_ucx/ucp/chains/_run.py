@@ -132,8 +132,10 @@ class NativeChain:
         lib.tu_chain_cancel(handle)  # so that its outcomes say so
         if run is not None:
             run.buffers, self.buffers = self.buffers, Buffers()
+            run.closed = handle
         self.forget()
-        lib.tu_chain_free(handle)
+        if run is None:
+            lib.tu_chain_free(handle)
         engine.progress()
 
     def restart(self, state: int) -> None:
@@ -257,9 +259,12 @@ class Target:
 
 
 class Run(Operation):
-    """A chain that runs: it has the chain, the keys that are held for it, and the buffers of a closed chain."""
+    """A chain that runs: it has the chain, the keys that are held for it, and the buffers of a closed chain.
 
-    __slots__ = ("_chain", "_keys", "_lost", "_targets", "buffers")
+    A chain that was closed while it ran is freed when the run is over (``closed``): its targets refer to it until then.
+    """
+
+    __slots__ = ("_chain", "_keys", "_lost", "_targets", "buffers", "closed")
 
     def __init__(
         self, chain: Any, native: Any, targets: list[Target], keys: list[Key], engine: Engine, id: int
@@ -271,6 +276,7 @@ class Run(Operation):
             target.begun(native)
         self._lost = False
         self.buffers = Buffers()
+        self.closed: Any = None
         super().__init__(engine, id, None, "running a request chain")
 
     def error(self, status: int) -> Exception:
@@ -290,6 +296,8 @@ class Run(Operation):
 
     def release(self) -> None:
         super().release()
+        if self.closed is not None:
+            lib.tu_chain_free(self.closed)
         chain, self._chain = self._chain, None
         if chain is not None:
             chain._stands_differently()
