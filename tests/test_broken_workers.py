@@ -18,6 +18,7 @@ from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._shared import shared_worker
 from trio_ucx.testing import internals
 
 #: Seconds in which every waiting task must be told.
@@ -199,3 +200,11 @@ async def test_closes_of_connections(transports: str, how: str, monkeypatch: pyt
             waits.start("Connection.aclose", connection.aclose)
             await check_all_told(waits)
             check_errors(waits)
+
+
+async def test_another_shared_worker_takes_the_place_of_a_broken_one() -> None:
+    broken = shared_worker()
+    break_worker(broken)
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1")
+    async with listener, trio_ucx.connect(listener.address) as client, await listener.accept():
+        assert client.worker is listener.worker is not broken

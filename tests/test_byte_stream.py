@@ -15,6 +15,7 @@ from helpers import Certificates, Rounds, check_stream, numbered_write, open_pai
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._link.buffers import ReadBuffer
 from trio_ucx.testing import open_clogged_pair, open_connection_pair, open_pair_over_listener
 
 
@@ -185,3 +186,35 @@ async def test_any_interleaving_delivers_a_prefix(worker: ucp.Worker, seed: int)
         check_stream(written[server], gots[client], everything=ending == "eof")
         assert ends[server] == ("broken" if ending == "abort" else "end")
         assert ends[client] == ("end" if ending == "eof" else "closed")
+
+
+class _Memory:
+    """Stands for a memoryview whose bytes cannot be had when memory is short."""
+
+    def __init__(self, data: bytes) -> None:
+        self.obj = bytearray(data)
+        self.short = False
+
+    def __len__(self) -> int:
+        return len(self.obj)
+
+    def __getitem__(self, part: slice) -> _Memory:
+        rest = _Memory(self.obj[part])
+        rest.short = self.short
+        return rest
+
+    def __bytes__(self) -> bytes:
+        if self.short:
+            raise MemoryError
+        return bytes(self.obj)
+
+
+@pytest.mark.parametrize("max_bytes", [2, None])
+def test_bytes_for_which_there_is_no_memory_stay(max_bytes: int | None) -> None:
+    buffer, memory = ReadBuffer(), _Memory(b"abcd")
+    buffer._rest = memory  # type: ignore[assignment]
+    memory.short = True
+    with pytest.raises(MemoryError):
+        buffer.take(max_bytes)
+    memory.short = False
+    assert buffer.take(None) == b"abcd"

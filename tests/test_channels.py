@@ -501,7 +501,97 @@ async def test_receive_any_admits_and_drains(worker: ucp.Worker) -> None:
         assert got == [(1, bytes(1000))]
 
 
+@pytest.mark.parametrize("by", ["receive", "receive_any", "conversations"])
+async def test_all_is_read_and_the_next_needs_most_of_the_window(worker: ucp.Worker, by: str) -> None:
+    """The peer has said that it has no credit before anything was read: it is granted all in the end."""
+    sizes = 500, 500, 7000
+    async with open_pair(worker, window=8192) as (client, server), trio.open_nursery() as nursery:
+
+        async def send() -> None:
+            for size in sizes:
+                if by == "conversations":
+                    await client.open_conversation().send(bytes(size))
+                else:
+                    await client.send(bytes(size), tag=1)
+
+        nursery.start_soon(send)
+        await until(lambda: link_of(server).receiving.credit.stalled)
+        with trio.fail_after(15):
+            for size in sizes:
+                if by == "receive":
+                    assert await server.receive(tag=1) == bytes(size)
+                elif by == "receive_any":
+                    assert await server.receive_any() == (1, bytes(size))
+                else:
+                    assert await (await next_of(server)).receive() == bytes(size)
+
+
+@pytest.mark.parametrize("by", ["cancelled", "wait_message"])
+async def test_receive_any_is_woken_when_others_leave_a_message(worker: ucp.Worker, by: str) -> None:
+    """Fewer tasks wait at the tag than when the messages came: one is left for a task that waits for any."""
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+        got: list[tuple[int, int]] = []
+
+        async def receive_any() -> None:
+            got.append(((await server.receive_any([1]))[0], 1))
+
+        leaving = trio.CancelScope()
+
+        async def leave() -> None:
+            with leaving:
+                if by == "cancelled":
+                    await server.receive(tag=1)
+                else:
+                    nursery.start_soon(partial(server.receive, tag=1))
+                    await trio.testing.wait_all_tasks_blocked()
+                    await server.wait_message(tag=1)
+
+        nursery.start_soon(leave)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(receive_any)
+        await trio.testing.wait_all_tasks_blocked()
+        for _ in range(1 if by == "cancelled" else 2):
+            nursery.start_soon(partial(client.send, bytes(10_000_000), tag=1))
+        if by == "cancelled":
+            await until(lambda: link_of(server).receiving.transferring())
+            leaving.cancel()
+        with trio.fail_after(15):
+            await until(lambda: got)
+
+
+async def test_all_that_wait_for_any_are_admitted(worker: ucp.Worker) -> None:
+    """Another tag has filled the window."""
+    async with open_pair(worker, window=8192) as (client, server), trio.open_nursery() as nursery:
+        got: list[tuple[int, bytes]] = []
+
+        async def receive_any() -> None:
+            got.append(await server.receive_any([1]))
+
+        async def flood() -> None:
+            while True:
+                await client.send(bytes(1000), tag=9)
+
+        nursery.start_soon(flood)
+        await until(lambda: link_of(server).receiving.credit.stalled)
+        for _ in range(2):
+            nursery.start_soon(receive_any)
+        await trio.testing.wait_all_tasks_blocked()
+        for number in range(2):
+            nursery.start_soon(partial(client.send, b"%d" % number, tag=1))
+        with trio.fail_after(15):
+            await until(lambda: len(got) == 2)
+        nursery.cancel_scope.cancel()
+
+
 # ---- max_unread ----
+
+
+async def test_max_unread_of_ever_new_tags_is_forgotten(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server):
+        for tag in range(3000):
+            await client.send(b"x", tag=tag, max_unread=5)
+            await server.receive(tag=tag)
+        assert len(link_of(client).sending.unread._bounds) < 1500
 
 
 async def test_max_unread(worker: ucp.Worker) -> None:

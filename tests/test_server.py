@@ -240,6 +240,26 @@ async def test_clients_in_the_middle_of_their_handshake(worker: ucp.Worker) -> N
     assert len(ends) == 2 and set(ends) == {trio_ucx.ServerDraining, trio_ucx.Connection}
 
 
+@pytest.mark.parametrize("number", range(5))
+async def test_a_client_is_never_between_two_states(worker: ucp.Worker, number: int) -> None:
+    """Until its handler can begin, the listener is not settled, or a drain would end before. (Trio's order varies.)"""
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    settled: list[bool] = []
+    accepted = trio.Event()
+
+    async def accept() -> None:
+        async with await listener.accept():
+            accepted.set()
+
+    async with listener, trio_ucx.connect(listener.address, worker=worker), trio.open_nursery() as nursery:
+        await until(lambda: listener.statistics().waiting == 1)
+        nursery.start_soon(accept)
+        while not accepted.is_set():
+            settled.append(listener._acceptor.settled)
+            await trio.lowlevel.checkpoint()
+    assert not any(settled)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_signals(worker: ucp.Worker, caplog: pytest.LogCaptureFixture, number: signal.Signals) -> None:
     """The first signal drains all servers that want it; the second one cancels what is left."""

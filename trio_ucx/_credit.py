@@ -250,9 +250,9 @@ class ReceiveCredit:
             self.unread -= count * ANNOUNCEMENT
         else:
             self.unread -= count * (size + (MESSAGE_OVERHEAD if size <= SMALL_MESSAGE else LARGE_OVERHEAD))  # cost()
-        if self.outstanding - self.unread < self._worthwhile:
+        if self.outstanding - self.unread < self._worthwhile and (self.unread or not self.stalled):
             return 0
-        return self._due(self._worthwhile)
+        return self._due(1)
 
     def _due(self, least: int) -> int:
         amount = self.outstanding - self.unread

@@ -10,14 +10,17 @@ _worker: trio.lowlevel.RunVar[Worker] = trio.lowlevel.RunVar("trio_ucx worker")
 
 
 def shared_worker() -> Worker:
-    """Returns the worker of all that is opened without ``worker=``; opens one if there is none, or it was closed."""
+    """Returns the worker of all that is opened without ``worker=``.
+
+    Opens one if there is none, or it was closed, or broke.
+    """
     try:
         worker = _worker.get()
     except LookupError:
         worker = None
     if worker is not None:
         worker._engine.run.check("this run's worker")
-    if worker is None or worker._engine.handle is None:
+    if worker is None or worker._engine.handle is None or worker._engine.broken is not None:
         worker = Worker._open(None, None)
         _worker.set(worker)
     return worker

@@ -21,6 +21,10 @@ class _Bound:
         self.since = 0
 
 
+#: About so many tag queues are remembered; the peer is asked about others, which can be forgotten when all was read.
+_REMEMBERED = 1024
+
+
 class UnreadThere:
     """What the peer has unread, as far as we know."""
 
@@ -44,6 +48,14 @@ class UnreadThere:
         bound = self._bounds.setdefault(queue, _Bound())
         bound.unread += 1
         bound.since += 1
+
+    def oldest(self) -> int | None:
+        """A tag queue to ask about so that it can be forgotten, a different one each time; None while there are few."""
+        if len(self._bounds) <= _REMEMBERED:
+            return None
+        queue = next(iter(self._bounds))
+        self._bounds[queue] = self._bounds.pop(queue)
+        return queue
 
     def answered(self, queue: int, limit: int, unread: int) -> None:
         """UNREAD arrived. It says nothing if the question was replaced, or the queue forgotten."""

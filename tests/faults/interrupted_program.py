@@ -16,6 +16,7 @@ import itertools
 import json
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Awaitable, Callable
 from types import CodeType, FrameType
@@ -24,7 +25,7 @@ from typing import Any
 import trio
 
 import trio_ucx
-from trio_ucx import ucp
+from trio_ucx import mesh, ucp
 from trio_ucx.testing import live_handles
 
 #: Seconds for one run.
@@ -34,6 +35,8 @@ LIMIT = 20
 # that never runs, so that the program hangs, or one that its nursery does not know: that is a TrioInternalError.
 trio.lowlevel.enable_ki_protection(trio.Nursery.start_soon)
 trio.lowlevel.enable_ki_protection(trio.Nursery.start)
+
+FOLDER = tempfile.TemporaryDirectory()
 
 Scenario = Callable[[str], Awaitable[None]]
 SCENARIOS: dict[str, Scenario] = {}
@@ -321,6 +324,16 @@ async def chains(transports: str) -> None:
                         slot = chain.fetch_add(remote, 1, 2048)
                         chain.put(remote, b"row of 8", offset=slot.u64() * 64 + 2056)
                         assert len(await chain.run()) == 4
+
+
+@scenario
+async def group(transports: str) -> None:
+    """Of one rank: with others, an interrupt of one is a loss for them."""
+    async with ucp.open_worker(config={"TLS": transports}) as worker:
+        for _ in range(3):
+            async with mesh.join(rank=0, size=1, meeting=f"file://{FOLDER.name}/meeting", worker=worker) as alone:
+                await alone.barrier()
+                assert await alone.all_gather(b"mine") == [b"mine"]
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import trio
 import trio_ucx
 from trio_ucx import mesh, ucp
 from trio_ucx._link.sending import Sending
+from trio_ucx.mesh import _links
 
 Body = Callable[[mesh.Group], Awaitable[Any]]
 
@@ -66,6 +68,26 @@ async def test_one_connection_for_each_pair(tmp_path: Path) -> None:
 
     for _ in range(5):
         await run_ranks(tmp_path, 2, body)
+
+
+async def test_descriptors_are_short_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that cannot connect for want of descriptors tries again: the other rank is not to blame."""
+    attempts = itertools.count()
+
+    async def open_late(*arguments: Any, **options: Any) -> trio_ucx.Connection:
+        if next(attempts) < 2:
+            raise OSError(errno.EMFILE, "no descriptors")
+        return await trio_ucx.open_ucx_stream(*arguments, **options)
+
+    async def body(group: mesh.Group) -> Any:
+        if group.rank == 0:
+            return None
+        monkeypatch.setattr(_links, "open_ucx_stream", open_late)
+        await group.send(3 - group.rank, b"hello")
+        return await group.receive(3 - group.rank)
+
+    assert await run_ranks(tmp_path, 3, body) == [None, b"hello", b"hello"]
+    assert next(attempts) > 2
 
 
 async def test_report_says_whose_connections_they_are(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from ..ucp._address import format_address
 from ..ucp._contained import contained, report
 from ..ucp._engine.waits import Waiters
 from ..ucp._quirks import descriptors
-from ..ucp._util import warn_resource
+from ..ucp._util import CAPACITY_ERRORS, warn_resource
 from .control_stream import (
     ControlStream,
     local_address,
@@ -77,7 +77,6 @@ LOG_INTERVAL = 60.0
 PROTECTED = "it is on another machine"
 #: The kind of clients that are not turned away: they connect again, from another worker.
 AGAIN = "it connects from another worker"
-_CAPACITY_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 _HTTP_METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"DELE", b"OPTI", b"CONN", b"TRAC", b"PATC", b"PRI ")
 
 
@@ -217,7 +216,7 @@ class Acceptor:
             except trio.ClosedResourceError:
                 return
             except Exception as error:
-                if isinstance(error, OSError) and error.errno not in _CAPACITY_ERRORS:
+                if isinstance(error, OSError) and error.errno not in CAPACITY_ERRORS:
                     logger.exception("the listener at %s failed", self.address)
                     self.close()
                     return
@@ -321,9 +320,7 @@ class Acceptor:
                 str(error),
             )
             why = (
-                RefusalCode.FULL
-                if isinstance(error, OSError) and error.errno in _CAPACITY_ERRORS
-                else RefusalCode.OTHER
+                RefusalCode.FULL if isinstance(error, OSError) and error.errno in CAPACITY_ERRORS else RefusalCode.OTHER
             )
             reason_for_peer = getattr(error, "strerror", None) or reason
         except Exception as error:
@@ -443,15 +440,15 @@ class Acceptor:
         self.check()
         while self._ready:
             link = self._ready.popleft()
-            self.unaccepted -= 1
             self._place_may_be_free()
             if not link.closed:
                 await trio.lowlevel.cancel_shielded_checkpoint()
                 break
+            self.unaccepted -= 1
             self.on_settled()
         else:
             link = await self._acceptors.wait()
-            self.unaccepted -= 1
+        self.unaccepted -= 1
         self.accepted += 1
         return link
 

@@ -74,8 +74,10 @@ class ReadBuffer:
         if rest is None:
             return b""
         if max_bytes is None or max_bytes >= len(rest):
-            self._rest = None
             whole = rest.obj
-            return whole if isinstance(whole, bytes) and len(whole) == len(rest) else bytes(rest)
-        self._rest = rest[max_bytes:]
-        return bytes(rest[:max_bytes])
+            data = whole if isinstance(whole, bytes) and len(whole) == len(rest) else bytes(rest)
+            self._rest = None
+        else:
+            data = bytes(rest[:max_bytes])
+            self._rest = rest[max_bytes:]
+        return data

@@ -332,6 +332,8 @@ class Receiving:
         def over() -> bool:
             nonlocal found
             found = self.next_number(numbers)
+            if found is None:
+                self._admit(numbers or ())
             return found is not None or self.any_end(numbers) is not None or self.engine.broken is not None
 
         with self._awaiting(numbers):
@@ -347,8 +349,6 @@ class Receiving:
 
     @contextmanager
     def _awaiting(self, numbers: Collection[int] | None) -> Iterator[None]:
-        for number in numbers or ():
-            self.found_empty(number)
         self.any_waits.append(numbers or ())
         try:
             yield
@@ -358,6 +358,7 @@ class Receiving:
     @contextmanager
     def watching(self, numbers: Collection[int], signal: Signal) -> Iterator[None]:
         """Sets the signal when :meth:`next_number` or :meth:`any_end` may have changed: for several connections."""
+        self._admit(numbers)
         with self._awaiting(numbers), self.share.operations.watching(signal):
             yield
 
@@ -396,6 +397,10 @@ class Receiving:
         if admit:
             self._sending.send_frame(wire.Admit(number, self.credit.received))
 
+    def _admit(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            self.found_empty(number)
+
     def _admit_next(self, queue: TagQueue) -> None:
         """Admits the next message of a tag queue if a receive waits there for which no message has arrived."""
         if queue.lacks_messages:
@@ -410,8 +415,7 @@ class Receiving:
         for queue in list(self._awaited):
             self._admit_next(queue)
         for numbers in self.any_waits:
-            for number in numbers:
-                self.found_empty(number)
+            self._admit(numbers)
 
     # ---- what the tag queues ask ----
 
@@ -547,6 +551,8 @@ class Receiving:
         error = self._end_error(queue)
         if error is not None and queue.fail_unserved(error):
             self._reported(error)
+        if self.any_waits:
+            self.share.operations.changed()  # fewer receives wait there: a message may be left for another
 
     def _reported(self, error: Exception) -> None:
         """A receive has ended with this error."""

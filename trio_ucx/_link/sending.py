@@ -100,10 +100,16 @@ class Sending:
         if self.credit.makes_wait(queue):
             return False  # the peer could not count these sends
         if self.unread.may_send(queue, limit):
+            oldest = self.unread.oldest()
+            if oldest is not None and not self.credit.makes_wait(oldest):
+                self._ask(oldest, 1)
             return True
+        self._ask(queue, limit)
+        return False
+
+    def _ask(self, queue: int, limit: int) -> None:
         if self.unread.must_ask(queue, limit):
             self.send_frame(wire.Ask(queue, limit))
-        return False
 
     async def wait_unread(self, queue: int, limit: int) -> None:
         """Waits until the peer has fewer than ``limit`` messages of a tag queue unread, or nothing can be sent."""

@@ -8,13 +8,12 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any, Literal, Unpack
 
 import trio
-from trio.lowlevel import enable_ki_protection
 
 from .._arguments import ConnectionOptions, check_authkey, check_worker
 from .._serve import open_ucx_listeners
 from ..ucp import Worker
 from ..ucp._contained import report
-from ..ucp._util import check_timeout
+from ..ucp._util import check_timeout, protected_asynccontextmanager
 from ._contact import open_meeting_point, reach_rank_0
 from ._errors import RankLostError, again
 from ._group import Group
@@ -30,8 +29,7 @@ _LAST_WORDS = 2.0
 _AGAIN = 0.1
 
 
-@asynccontextmanager
-@enable_ki_protection
+@protected_asynccontextmanager
 async def join(
     *,
     rank: int | None = None,

@@ -19,11 +19,13 @@ import trio
 
 from .._channels import Channel
 from .._connection import Connection
+from .._errors import ServerFull
 from .._listener import Listener
 from .._open import open_ucx_stream
 from ..ucp import Worker
 from ..ucp._engine.waits import Signal
 from ..ucp._status import Error
+from ..ucp._util import CAPACITY_ERRORS
 from ._members import Members
 from ._messages import Answer, Hello, Leaving, Message, decode, encode
 
@@ -33,6 +35,9 @@ _T = TypeVar("_T", bound=Message)
 GONE = (trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel)
 #: A rank may connect before this one knows that it has joined: seconds for which it is kept waiting.
 _LATE = 10
+#: Descriptors or memory may be short for a moment, here or at the other rank: seconds for which this one tries to
+#: connect all the same, and between two attempts.
+_SHORTAGE, _AGAIN = 10, 0.1
 #: Bytes.
 _LONGEST_HELLO = 4096
 
@@ -185,9 +190,20 @@ class Links:
         finally:
             link.connecting = False
 
+    async def _open(self, rank: int) -> Connection:
+        deadline = trio.current_time() + _SHORTAGE
+        while True:
+            host, port = self.members.addresses[rank]
+            try:
+                return await open_ucx_stream(host or self.meeting_host, port, worker=self.worker, **self.options)
+            except OSError as error:
+                is_short = isinstance(error, ServerFull) or error.errno in CAPACITY_ERRORS
+                if not is_short or trio.current_time() > deadline or self.members.error(rank) is not None:
+                    raise
+            await trio.sleep(_AGAIN)
+
     async def _try_to_connect(self, link: Link) -> Answer:
-        host, port = self.members.addresses[link.rank]
-        connection = await open_ucx_stream(host or self.meeting_host, port, worker=self.worker, **self.options)
+        connection = await self._open(link.rank)
         owned(connection, f"a new connection with rank {link.rank}")
         async with AsyncExitStack() as stack:
             stack.callback(connection.abort)

@@ -60,6 +60,8 @@ class Members:
         self.since.update(welcome.members)
         self.addresses.update({rank: one for rank, one in enumerate(welcome.addresses) if one is not None})
         self.lost.update({rank: RankLostError(rank, reason) for rank, reason in welcome.lost.items()})
+        if self.fatal:
+            self.ended = next(iter(self.lost.values()), None)
         self._changed(self.rank)
 
     def welcome(self) -> Welcome:

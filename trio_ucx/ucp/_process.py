@@ -9,6 +9,8 @@ from pathlib import Path
 
 import attrs
 
+from ._util import CAPACITY_ERRORS
+
 #: Linux's limit for process ids.
 MAX_PID = 2**22
 #: The kernel's flag of a process that ends.
@@ -131,7 +133,7 @@ def open_pidfd(process: Process) -> int | None:
     try:
         fd = os.pidfd_open(process.pid)
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        if error.errno in CAPACITY_ERRORS:
             raise
     if has_ended(process):  # the pidfd is another process's, if there is one
         if fd is not None:

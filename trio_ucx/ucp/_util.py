@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import operator
 import warnings
 from abc import ABCMeta
@@ -19,6 +20,8 @@ P = ParamSpec("P")
 
 #: The greatest tag, and the mask that compares all of it.
 ALL_BITS = (1 << 64) - 1
+#: Of OSErrors for want of descriptors or memory, which may be there again later.
+CAPACITY_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 
 class OpenedNotConstructed(ABCMeta):
