@@ -127,8 +127,8 @@ async def endless_handler() -> None:
 @role
 async def blocked_loop() -> None:
     async with ucp.open_worker():
-        say("ready")
         time.sleep(0.01)  # as a line that must not be found
+        say("ready")
         while os.read(0, 1):  # blocks until the test ends the program
             pass
 

@@ -295,11 +295,13 @@ async def test_cancelled_collective_goes_on_in_the_background(tmp_path: Path) ->
             with trio.move_on_after(0.02) as scope:
                 await group.all_gather(b"cancelled")
             assert scope.cancelled_caught
+            cancelled.set()
         else:
-            await trio.sleep(0.1 if group.rank == 2 else 0)
+            await (cancelled.wait() if group.rank == 2 else trio.sleep(0))
             assert await group.all_gather(b"x") == [b"x", b"cancelled", b"x", b"x"]
         return await group.all_gather(bytes([group.rank]))
 
+    cancelled = trio.Event()
     for result in await run_ranks(tmp_path, 4, body):
         assert result == [b"\0", b"\1", b"\2", b"\3"]
 
@@ -325,16 +327,18 @@ async def test_every_cancelled_collective_counts(tmp_path: Path) -> None:
 
     async def body(group: mesh.Group) -> list[list[Any]]:
         if group.rank == 1:
-            await trio.sleep(0.3)
+            await all_cancelled.wait()
         results: list[list[Any]] = []
         for number in range(3):
             with trio.CancelScope() as scope:
                 if group.rank == 0:
                     scope.deadline = trio.current_time() + 0.02
                 results.append(await group.all_gather(b"%d" % number))
+        all_cancelled.set()
         results.append(await group.all_gather(b"%d" % group.rank))
         return results
 
+    all_cancelled = trio.Event()
     cancelled, patient = await run_ranks(tmp_path, 2, body)
     assert cancelled == [[b"0", b"1"]]
     assert patient == [[b"0", b"0"], [b"1", b"1"], [b"2", b"2"], [b"0", b"1"]]
@@ -351,7 +355,7 @@ async def test_different_collectives_are_an_error(tmp_path: Path) -> None:
 async def test_two_collectives_at_once_are_an_error(tmp_path: Path) -> None:
     async def body(group: mesh.Group) -> None:
         if group.rank:
-            await trio.sleep(0.05)
+            await tried.wait()
             await group.barrier()
             return
         async with trio.open_nursery() as nursery:
@@ -359,7 +363,9 @@ async def test_two_collectives_at_once_are_an_error(tmp_path: Path) -> None:
             await trio.testing.wait_all_tasks_blocked()
             with pytest.raises(trio.BusyResourceError):
                 await group.barrier()
+            tried.set()
 
+    tried = trio.Event()
     await run_ranks(tmp_path, 2, body)
 
 

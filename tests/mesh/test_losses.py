@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 import trio
 import trio.testing
+from helpers import until
 
 import trio_ucx
 from trio_ucx import mesh, ucp
@@ -123,17 +124,16 @@ async def test_a_rank_that_leaves_early_and_is_not_missed(tmp_path: Path) -> Non
 
 
 async def test_a_cancelled_rank_is_lost(tmp_path: Path) -> None:
-    async def body(group: mesh.Group) -> str:
-        await group.barrier()
-        with trio.move_on_after(0.05 if group.rank == 1 else 60):
-            await trio.sleep_forever()
-        return "went on"
-
     ranks = Ranks(tmp_path, 3, "cancel")
 
     async def cancelled(rank: int) -> None:
-        with trio.move_on_after(0.3 if rank == 1 else 60):
-            await ranks.run(rank, lambda group: trio.sleep_forever())
+        async def body(group: mesh.Group) -> None:
+            if rank == 1:
+                scope.cancel()
+            await trio.sleep_forever()
+
+        with trio.CancelScope() as scope:
+            await ranks.run(rank, body)
 
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
@@ -217,6 +217,7 @@ OUTSIDE: dict[str, Callable[[mesh.Group], Awaitable[Any]]] = {
 @pytest.mark.parametrize("operation", OUTSIDE)
 async def test_a_task_outside_the_block_harms_nobody_when_this_rank_leaves(tmp_path: Path, operation: str) -> None:
     errors = []
+    left = trio.Event()
 
     async def outside(group: mesh.Group) -> None:
         try:
@@ -238,9 +239,11 @@ async def test_a_task_outside_the_block_harms_nobody_when_this_rank_leaves(tmp_p
                 else:
                     await trio.sleep(0.05)
             else:
-                await trio.sleep(0.4)
+                await left.wait()
 
         await ranks.run(rank, body)
+        if rank == 1:
+            left.set()
 
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
@@ -305,8 +308,8 @@ async def test_leaving_that_waits_for_a_collective_says_so(
 
     async def body(group: mesh.Group) -> None:
         if group.rank == 1:
-            await trio.sleep(0.5)
-        with trio.move_on_after(0.1):
+            await until(lambda: "cannot leave" in caplog.text)
+        with trio.move_on_after(0.1 if group.rank == 0 else 60):
             await group.barrier()
 
     assert await ranks.run_all(body) == {0: None, 1: None}
@@ -317,15 +320,18 @@ async def test_leaving_that_waits_for_a_collective_says_so(
 @pytest.mark.parametrize("cancelled", [False, True])
 async def test_a_collective_that_gets_too_long_a_message(tmp_path: Path, cancelled: bool) -> None:
     ranks = Ranks(tmp_path, 2, "cancel")
+    given_up = trio.Event()
 
     async def body(group: mesh.Group) -> Any:
         await group.barrier()
         if group.rank == 0:
-            await trio.sleep(0.2)
+            if cancelled:
+                await given_up.wait()
             await group.broadcast(bytes(5000))
         else:
             with trio.move_on_after(0.1 if cancelled else 10):
                 await group.broadcast()
+            given_up.set()
         return await group.all_gather(bytes([group.rank]))
 
     with trio.fail_after(20):
@@ -587,8 +593,9 @@ class TestContinue:
         async def body(group: mesh.Group) -> Any:
             if group.generation == 0:
                 await group.barrier()
+                met.set()
                 if group.rank == 2:
-                    await trio.sleep(0.6)
+                    await (gave_up.wait() if gives_up else trio.sleep(0.3))
                     raise ValueError("dead")
                 with pytest.raises(mesh.RankLostError) as caught:  # also if another process has joined since
                     await group.receive_any(tag=1)
@@ -600,10 +607,12 @@ class TestContinue:
             return await group.all_gather(b"%d" % group.rank)
 
         async def replacement() -> None:
-            await trio.sleep(0.3)
+            await met.wait()
             with trio.move_on_after(0.2 if gives_up else 60):
                 await ranks.run(2, body)
+            gave_up.set()
 
+        met, gave_up = trio.Event(), trio.Event()
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(replacement)
@@ -620,6 +629,7 @@ class TestContinue:
         async def body(group: mesh.Group) -> Any:
             if group.generation == 0:
                 await group.barrier()
+                met.set()
                 if group.rank == 2:
                     await trio.sleep(0.5)
                     raise ValueError("dead")
@@ -633,7 +643,8 @@ class TestContinue:
                 await group.wait_replaced(2)
             return await group.all_gather(b"%d" % group.rank)
 
-        await ranks.run_and_replace(2, body, partial(trio.sleep, 0.3))
+        met = trio.Event()
+        await ranks.run_and_replace(2, body, met.wait)
         assert ranks.ends == {rank: [b"0", b"1", b"2"] for rank in range(3)}
 
     async def test_a_message_that_waits_when_a_rank_is_lost_is_dropped(self, tmp_path: Path) -> None:
@@ -648,8 +659,9 @@ class TestContinue:
                         while True:
                             await group.send(1, bytes(8000), tag=5)
                     await group.broadcast(bytes(9000))  # the root does not wait
-                await trio.sleep(0.6 if group.rank else 0.1)
+                    waits.set()
                 if group.rank == 2:
+                    await waits.wait()
                     raise ValueError("dead")
                 while not group.lost:
                     await trio.sleep(0.01)
@@ -658,7 +670,7 @@ class TestContinue:
             gathered = await group.gather(b"%d" % group.rank, root=2)
             return gathered, await group.broadcast(b"go on" if group.rank == 2 else None, root=2)
 
-        lost = trio.Event()
+        lost, waits = trio.Event(), trio.Event()
         await ranks.run_and_replace(2, body, lost.wait)
         assert ranks.ends == {0: (None, b"go on"), 1: (None, b"go on"), 2: ([b"0", b"1", b"2"], b"go on")}
 

@@ -116,7 +116,10 @@ async def join(
 
 @asynccontextmanager
 async def _services(members: Members, worker: Worker | None, options: dict[str, Any]) -> AsyncIterator[Links]:
-    """The tasks of a group, in a nursery that the block is not inside: its exceptions stay what they are."""
+    """The tasks of a group, in a nursery that the block is not inside: its exceptions stay what they are.
+
+    The nursery belongs to a system task, where KeyboardInterrupt would end the run: all its tasks are protected.
+    """
     started, ended = trio.Event(), trio.Event()
     links: Links
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import attrs
 import trio
+from trio.lowlevel import enable_ki_protection
 
 from .._channels import Channel
 from .._connection import Connection
@@ -178,6 +179,7 @@ class Links:
                 self.nursery.start_soon(self._connect, link)
             await link.ready.wait()
 
+    @enable_ki_protection
     async def _connect(self, link: Link) -> None:
         try:
             answer = await self._try_to_connect(link)
@@ -221,6 +223,7 @@ class Links:
         for link in self.by_rank.values():
             link.end()
 
+    @enable_ki_protection
     async def close(self) -> None:
         """Closes the connections gracefully."""
         async with trio.open_nursery() as nursery:
@@ -230,6 +233,7 @@ class Links:
 
     # ---- connections that others open ----
 
+    @enable_ki_protection
     async def serve(self, listener: Listener, greet: Callable[[Connection], Awaitable[object]]) -> None:
         """Accepts connections until the listener is closed."""
         try:
@@ -240,6 +244,7 @@ class Links:
         except trio.ClosedResourceError:
             pass
 
+    @enable_ki_protection
     async def greet(self, connection: Connection) -> None:
         """A rank has connected."""
         with self.unless_used(connection), trio.move_on_after(_LATE):
@@ -284,6 +289,7 @@ class Links:
         return Answer()
 
 
+@enable_ki_protection
 async def close(channel: Channel, *last: Answer | Leaving) -> None:
     """Says the last thing, if any, and closes the connection gracefully."""
     try:

@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import attrs
 import trio
+from trio.lowlevel import enable_ki_protection
 
 from .._channels import Channel
 from .._connection import Connection
@@ -129,6 +130,7 @@ class Coordinator:
                     nursery.start_soon(close, arrival.channel, answer)
             raise error
 
+    @enable_ki_protection
     async def greet(self, connection: Connection) -> None:
         """Serves a connection: a rank joins, or one that has joined wants to talk to rank 0."""
         with self._links.unless_used(connection):
@@ -218,6 +220,7 @@ class Coordinator:
 
     # ---- losses ----
 
+    @enable_ki_protection
     async def _attend(self, rank: int, arrival: _Arrival, scope: trio.CancelScope) -> None:
         """Hears what a rank says, until it has gone."""
         try:
@@ -246,6 +249,7 @@ class Coordinator:
         self._find_heard()
         self._members.changed.unpark_all()
 
+    @enable_ki_protection
     async def _judge(self, suspect: Suspect) -> None:
         rank = suspect.rank
         with trio.move_on_after(_JUDGEMENT):
@@ -264,6 +268,7 @@ class Coordinator:
             self._telling = True
             self._links.nursery.start_soon(self._tell_left)
 
+    @enable_ki_protection
     async def _tell_left(self) -> None:
         await trio.sleep(_TOGETHER)
         self._telling = False
@@ -342,6 +347,7 @@ class Follower:
             return
         raise MeetingError(f"rank 0 does not say who is missing, {timeout:.3g} s after rank {self._members.rank} came")
 
+    @enable_ki_protection
     async def listen(self) -> None:
         """Hears what rank 0 decides."""
         assert self._control is not None
@@ -380,6 +386,7 @@ class Follower:
 
 
 def _send_soon(nursery: trio.Nursery, channel: Channel, message: Lost | Left | Joined | Heard | Suspect) -> None:
+    @enable_ki_protection
     async def send() -> None:
         try:
             await channel.send(encode(message))

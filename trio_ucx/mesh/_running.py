@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import attrs
 import trio
+from trio.lowlevel import enable_ki_protection
 
 from ..ucp._status import MessageTooLong
 from ._collectives import Post, Steps
@@ -135,6 +136,7 @@ class Collectives:
         while self._background or self._behind:
             await self._progress.park()
 
+    @enable_ki_protection
     async def _go_on(self) -> None:
         """Does what is in the background."""
         try:
@@ -215,6 +217,7 @@ class Collectives:
                 self._links.nursery.start_soon(self._catch_up, link)
         link.outbox.append(message)
 
+    @enable_ki_protection
     async def _catch_up(self, link: Link) -> None:
         assert link.channel is not None
         try:
