@@ -277,6 +277,8 @@ async def test_raw_endpoints_by_socket_address_of_a_stopped_queue(monkeypatch: p
             request = await here.accept_request()
         with pytest.raises(trio.BrokenResourceError, match="another worker"):
             await request.accept()
+        async with ucp.open_worker(context=worker.context) as another:
+            (await request.accept(another)).abort()
         client.abort()
         monkeypatch.undo()
 

@@ -89,7 +89,7 @@ async def test_rank_0_is_missing(meeting: str) -> None:
 
 
 async def test_the_same_rank_twice(meeting: str) -> None:
-    ends = await meet((0, 0, 3, meeting, {"timeout": 2}), (0.2, 1, 3, meeting, {}), (0.4, 1, 3, meeting, {}))
+    ends = await meet((0, 0, 3, meeting, {"timeout": 4}), (0.2, 1, 3, meeting, {}), (0.4, 1, 3, meeting, {}))
     [refused] = [end for end in ends[1:] if isinstance(end, ConnectionRefusedError)]  # whichever came second
     assert "rank 1 has come already: process" in str(refused)
 

@@ -192,20 +192,22 @@ class Links:
         finally:
             link.connecting = False
 
-    async def _open(self, rank: int) -> Connection:
+    async def _open(self, link: Link) -> Connection:
+        host, port = self.members.addresses[link.rank]
         deadline = trio.current_time() + _SHORTAGE
         while True:
-            host, port = self.members.addresses[rank]
             try:
                 return await open_ucx_stream(host or self.meeting_host, port, worker=self.worker, **self.options)
             except OSError as error:
                 is_short = isinstance(error, ServerFull) or error.errno in CAPACITY_ERRORS
-                if not is_short or trio.current_time() > deadline or self.members.error(rank) is not None:
+                if not is_short or trio.current_time() > deadline:
                     raise
-            await trio.sleep(_AGAIN)
+                await trio.sleep(_AGAIN)
+                if self.by_rank.get(link.rank) is not link or self.members.error(link.rank) is not None:
+                    raise
 
     async def _try_to_connect(self, link: Link) -> Answer:
-        connection = await self._open(link.rank)
+        connection = await self._open(link)
         owned(connection, f"a new connection with rank {link.rank}")
         async with AsyncExitStack() as stack:
             stack.callback(connection.abort)

@@ -8,7 +8,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -67,7 +66,8 @@ class Context(metaclass=OpenedNotConstructed):
     _exposed_memory: bool = False
     _birth: Birth = attrs.field(factory=Birth)
     _closed: bool = False
-    _lock: threading.Lock = attrs.field(factory=threading.Lock)
+    #: The collector may run a destructor that closes memory, and comes here again.
+    _lock: threading.RLock = attrs.field(factory=threading.RLock)
     #: How many threads call UCX with it just now.
     _holds: int = 0
 
@@ -127,13 +127,14 @@ class Context(metaclass=OpenedNotConstructed):
             raise RuntimeError("this context was closed")
         return self._handle
 
-    @contextmanager
+    @protected_contextmanager
     def _held(self) -> Iterator[Any]:
         """UCX's context, which stays meanwhile, although another thread closes this one.
 
         Raises:
             RuntimeError: it was closed.
         """
+        self._birth.check("this context")  # whose lock another thread of the parent may have held
         with self._lock:
             handle = self._native()
             self._holds += 1

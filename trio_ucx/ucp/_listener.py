@@ -23,7 +23,7 @@ from ._engine.engine import Engine, engines
 from ._engine.waits import Waiters
 from ._live_handles import live_handles
 from ._quirks import descriptors
-from ._quirks.stopped_queue import refuse_stopped_queue
+from ._quirks.stopped_queue import check_queue
 from ._status import Status, os_error_from_status
 from ._util import OpenedNotConstructed, check_integer, warn_resource
 
@@ -133,7 +133,7 @@ class ListenerCore:
             rejected.add(format_address(client_of(request)))
             self.reject(request)
         self.waiting.clear()
-        with suppress(OSError):  # no descriptor is left for that
+        with suppress(OSError):  # no descriptor is left for that: docs/reliability.md, "Known limits"
             self._drop_silent_clients(rejected)
         handle, self.handle = self.handle, None
         del self.engine.receivers.listeners[self.id]
@@ -251,7 +251,9 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
             raise ValueError("a connection can only be accepted on a worker of the listener's context")
         await trio.lowlevel.checkpoint_if_cancelled()
         target._engine.check()
-        descriptors.require(descriptors.ENDPOINT, f"accepting {format_address(self.client_address)}")
+        doing = f"accepting {format_address(self.client_address)}"
+        check_queue(target._engine, doing)
+        descriptors.require(descriptors.ENDPOINT, doing)
         request = self._take()
         target._engine.data_ports.open_for_raw_use("a raw client was accepted", self.client_address[0])
         self._core.unanswered.discard(request)
@@ -263,7 +265,6 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
                 self._request = request
                 self._core.unanswered.add(request)
             raise
-        refuse_stopped_queue(core)
         endpoint = Endpoint._create(target, core, name=options.name)
         endpoint._remote = self.client_address
         await trio.lowlevel.cancel_shielded_checkpoint()

@@ -50,7 +50,6 @@ class StreamData(metaclass=OpenedNotConstructed):
             BufferError: something made from :attr:`data` is still in use.
             RuntimeError: another thread.
         """
-        self._engine.run.check_thread()
         self._piece.end()
 
     def __enter__(self) -> StreamData:

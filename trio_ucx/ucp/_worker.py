@@ -30,7 +30,7 @@ from ._features import DEFAULT_FEATURES, Feature
 from ._listener import ListenerCore, RawListener, check_port
 from ._memory.buffers import WritableBuffer
 from ._quirks.data_ports import tcp_hosts
-from ._quirks.stopped_queue import WatchedQueue, refuse_stopped_queue
+from ._quirks.stopped_queue import WatchedQueue, check_queue, uses_queue
 from ._requests import RequestGroup, open_group
 from ._status import MessageTooLong, Status, UCXError
 from ._tag import (
@@ -261,12 +261,18 @@ class Worker(metaclass=OpenedNotConstructed):
             for host in tcp_hosts(address):
                 self._open_data_ports(host)
             core = connect_worker(self._engine, address, options)
+            if uses_queue(core):
+                try:
+                    check_queue(self._engine, f"connecting to {core.label}")
+                except BaseException:
+                    core.close()
+                    raise
         else:
             host, port = split_address(address)
             resolved = await self._resolve(host, port)
+            check_queue(self._engine, f"connecting to {resolved}")
             self._open_data_ports(resolved.ip)
             core = connect_socket(self._engine, resolved, options)
-        refuse_stopped_queue(core)
         return Endpoint._create(self, core, name=name)
 
     @enable_ki_protection

@@ -308,7 +308,8 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         handle, self._handle = self._handle, None
         served, self._served = self._served, None
         if served is not None and lib.tu_memory_withdraw(served):
-            _closing[served] = self, handle
+            with _lock:
+                _closing[served] = self, handle
             unmap_unused()  # another thread may have finished its last transfer just now
         else:
             self._unmap(handle)
@@ -341,9 +342,14 @@ _lock = threading.RLock()
 
 def unmap_unused() -> None:
     """Ends the registration of closed memory for which no request is in flight any more."""
+    done = []
     with _lock:
-        unused = (served for served in list(_closing) if served in _closing and lib.tu_memory_unused(served))
-        done = [_closing.pop(served) for served in unused]
+        for served in list(_closing):
+            entry = _closing.pop(served, None)
+            if entry is not None and lib.tu_memory_unused(served):
+                done.append(entry)  # C has freed it, and may give its address to another one
+            elif entry is not None:
+                _closing[served] = entry
     for memory, handle in done:
         memory._unmap(handle)
 

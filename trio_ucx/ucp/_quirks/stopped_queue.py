@@ -78,16 +78,15 @@ def uses_queue(core: EndpointCore) -> bool:
     return lanes is None or not {lane.decode().partition("/")[0] for lane in lanes}.isdisjoint(SHARED_MEMORY)
 
 
-def refuse_stopped_queue(core: EndpointCore) -> None:
-    """Closes a new endpoint if it may use a queue that has stopped: one by socket address gets its lanes later.
+def check_queue(engine: Engine, doing: str) -> None:
+    """Refuses what may use a queue that has stopped. (An endpoint by socket address gets its lanes later.)
 
     Raises:
-        trio.BrokenResourceError: it was closed.
+        trio.BrokenResourceError: it has stopped.
     """
-    if core.engine.receive_queue.stopped and (core.peer_address is None or uses_queue(core)):
-        core.close()
+    if engine.receive_queue.stopped:
         error = stopped_error()
-        raise broken(f"connecting to {core.label}: {error}", error)
+        raise broken(f"{doing}: {error}", error)
 
 
 class _Limit:
