@@ -27,7 +27,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -296,6 +296,15 @@ async def until_over(connection: trio_ucx.Connection) -> None:
     """Waits until a connection has ended, however."""
     with contextlib.suppress(trio.BrokenResourceError):
         await connection.wait_closed()
+
+
+async def expect_closed(function: Callable[..., Awaitable[object]], *arguments: object) -> None:
+    """Calls what must raise ``trio.ClosedResourceError``. (Peers import this module, and need no pytest.)"""
+    try:
+        await function(*arguments)
+    except trio.ClosedResourceError:
+        return
+    raise AssertionError("trio.ClosedResourceError was not raised")
 
 
 async def until(condition: Callable[[], object], *, within: float = 60) -> None:

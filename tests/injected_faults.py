@@ -71,6 +71,13 @@ def record_workers_left_alone(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 # ---- UCX ----
 
 
+class Library:
+    """Stands for the compiled module; subclasses replace functions."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(lib, name)
+
+
 def has_unexpected_messages(worker: ucp.Worker) -> bool:
     """Whether UCX still has messages of Connections, which the library should have taken."""
     engine = internals(worker)

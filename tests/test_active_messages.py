@@ -16,6 +16,7 @@ from helpers import (
     assert_free,
     assert_pinned,
     assert_transports,
+    expect_closed,
     open_pair,
     open_peer,
     open_raw_pair,
@@ -1028,12 +1029,7 @@ async def test_closed_worker(transports: str) -> None:
     async with ucp.open_worker(config={"TLS": transports}) as worker:
         queue = worker.open_active_messages(3)
         async with trio.open_nursery() as nursery:
-
-            async def receive() -> None:
-                with pytest.raises(trio.ClosedResourceError):
-                    await queue.receive()
-
-            nursery.start_soon(receive)
+            nursery.start_soon(expect_closed, queue.receive)
             await trio.testing.wait_all_tasks_blocked()
             await close_worker(worker)
     with pytest.raises(trio.ClosedResourceError, match="worker was closed"):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import trio
 from helpers import is_free, open_pair, until
-from injected_faults import close_worker_at_once, have_device_memory, ignore_unreachable_memory
+from injected_faults import Library, close_worker_at_once, have_device_memory, ignore_unreachable_memory
 from outcome import Value
 from peers import REMOTE
 from remote import Ground, error_of, for_ucx, has_begun, open_ground, open_owner, open_two, released, value_of
@@ -543,10 +543,7 @@ async def test_closed_and_its_connection_ended_before_the_end_of_the_run_is_deli
     freed: list[Any] = []
     told: list[bool] = []
 
-    class Library:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(lib, name)
-
+    class Recording(Library):
         def tu_chain_free(self, handle: Any) -> None:
             freed.append(handle)
             lib.tu_chain_free(handle)
@@ -566,7 +563,7 @@ async def test_closed_and_its_connection_ended_before_the_end_of_the_run_is_deli
 
     async with open_two("tcp") as (worker, owner), open_pair(worker, owner) as (connection, _):
         with owner.context.allocate(8) as memory, connection.endpoint.attach(memory.descriptor) as remote:
-            monkeypatch.setattr(_run, "lib", Library())
+            monkeypatch.setattr(_run, "lib", Recording())
             await remote.put(bytes(8))
             await remote.flush()
             chain = worker.new_chain()

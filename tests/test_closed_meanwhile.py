@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import trio
 import trio.testing
-from helpers import open_pair, open_raw_pair, until
+from helpers import expect_closed, open_pair, open_raw_pair, until
 from injected_faults import close_worker, close_worker_at_once
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake.handshake import Handshake
 from trio_ucx.testing import internals
-
-
-async def expect_closed(function: Callable[[], Awaitable[Any]]) -> None:
-    with pytest.raises(trio.ClosedResourceError):
-        await function()
 
 
 async def test_raw_listener(worker: ucp.Worker) -> None:

@@ -19,6 +19,7 @@ from helpers import (
     SANITIZED,
     Rounds,
     assert_free,
+    expect_closed,
     nothing_happens,
     open_pair,
     open_peer,
@@ -248,10 +249,6 @@ async def test_close_ends_a_large_write(worker: ucp.Worker) -> None:
 
 
 async def test_close_ends_waiting_tasks(worker: ucp.Worker) -> None:
-    async def expect_closed(function) -> None:  # type: ignore[no-untyped-def]
-        with pytest.raises(trio.ClosedResourceError):
-            await function()
-
     for force in (False, True):
         async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
             for function in (client.receive, client.wait_message, client.receive_some):
@@ -439,12 +436,7 @@ async def test_raw_listener_closes_without_descriptors(worker: ucp.Worker, monke
 
     listener = await worker.open_listener("127.0.0.1", 0)
     async with trio.open_nursery() as nursery:
-
-        async def accept() -> None:
-            with pytest.raises(trio.ClosedResourceError):
-                await listener.accept_request()
-
-        nursery.start_soon(accept)
+        nursery.start_soon(expect_closed, listener.accept_request)
         await trio.testing.wait_all_tasks_blocked()
         monkeypatch.setattr(os, "listdir", refuse)
         await listener.aclose()

@@ -12,7 +12,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import pattern, until
+from helpers import expect_closed, pattern, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import ALL, HOST, NETWORK, ONLY_SHARED, SAMPLES, description_with, some_description, with_checksum
@@ -847,10 +847,6 @@ async def test_closing_a_listener(worker: ucp.Worker) -> None:
     accepted = await listener.accept()
     waiting = [await trio_ucx.open_ucx_stream(*listener.address, worker=worker) for _ in range(2)]
 
-    async def expect_closed() -> None:
-        with pytest.raises(trio.ClosedResourceError):
-            await listener.accept()
-
     await until(lambda: listener.statistics().waiting == 2)
     half_way = await trio.open_tcp_stream(*listener.address)
     await until(lambda: listener.statistics().handshaking == 1)
@@ -858,7 +854,7 @@ async def test_closing_a_listener(worker: ucp.Worker) -> None:
         taken = [await listener.accept()]
         await listener.aclose()
         await listener.aclose()
-        nursery.start_soon(expect_closed)
+        nursery.start_soon(expect_closed, listener.accept)
     with trio.fail_after(15), pytest.raises(trio.BrokenResourceError):
         while True:  # the one that was not accepted
             await waiting[1].receive()
@@ -880,12 +876,7 @@ async def test_closing_a_listener(worker: ucp.Worker) -> None:
 async def test_closing_a_listener_ends_a_waiting_accept(worker: ucp.Worker) -> None:
     [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
     async with trio.open_nursery() as nursery:
-
-        async def expect_closed() -> None:
-            with pytest.raises(trio.ClosedResourceError):
-                await listener.accept()
-
-        nursery.start_soon(expect_closed)
+        nursery.start_soon(expect_closed, listener.accept)
         await trio.testing.wait_all_tasks_blocked()
         await listener.aclose()
 

@@ -21,7 +21,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import Certificates, free_port, open_peer, pattern, until
+from helpers import Certificates, expect_closed, free_port, open_peer, pattern, until
 from injected_faults import fail_accepts
 from timing import PROMPT, Stopwatch, cancelled_after
 
@@ -648,12 +648,7 @@ async def test_errors_of_accept(worker: ucp.Worker, caplog: pytest.LogCaptureFix
         assert len(logged) == 3 and all("trying again" in line for line in logged), logged
         errors.append(OSError(errno.EPERM, "forbidden"))
         async with trio.open_nursery() as nursery:
-
-            async def expect_closed() -> None:
-                with pytest.raises(trio.ClosedResourceError):
-                    await listener.accept()
-
-            nursery.start_soon(expect_closed)
+            nursery.start_soon(expect_closed, listener.accept)
             await trio.testing.wait_all_tasks_blocked()
             with pytest.raises(OSError):
                 await trio_ucx.open_ucx_stream(*listener.address, worker=worker, connect_timeout=60)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import trio
 from helpers import pattern
+from injected_faults import Library
 
 import trio_ucx
 from trio_ucx import ucp
@@ -142,10 +143,7 @@ def test_threads_serve_each_other() -> None:
 def test_context_that_is_left_while_something_is_made_with_it(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread leaves it just before UCX is called: it stays for what is made, and no longer."""
 
-    class Library:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(lib, name)
-
+    class Leaving(Library):
         def tu_worker_create(self, *arguments: Any) -> int:
             return self._leave(lib.tu_worker_create, arguments)
 
@@ -172,8 +170,8 @@ def test_context_that_is_left_while_something_is_made_with_it(what: str, monkeyp
 
     features = ucp.DEFAULT_FEATURES | ucp.Feature.RMA
     with ucp.open_context({"TLS": "tcp,self"}, features=features) as context:
-        monkeypatch.setattr(lifetime, "lib", Library())
-        monkeypatch.setattr(registered, "lib", Library())
+        monkeypatch.setattr(lifetime, "lib", Leaving())
+        monkeypatch.setattr(registered, "lib", Leaving())
         trio.run(main)
         assert context._handle is None
 

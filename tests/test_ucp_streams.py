@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from helpers import assert_free, assert_transports, nothing_happens, open_peer, open_raw_pair, pattern, until
+from helpers import (
+    assert_free,
+    assert_transports,
+    expect_closed,
+    nothing_happens,
+    open_peer,
+    open_raw_pair,
+    pattern,
+    until,
+)
 from injected_faults import close_context, close_worker, record_workers_left_alone
 from timing import cancelled_after
 
@@ -225,11 +234,6 @@ async def test_which_endpoints_are_ready(worker: ucp.Worker) -> None:
 async def test_waiting_for_readiness_ends_with_the_worker(transports: str) -> None:
     async with ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker:
         async with open_raw_pair(worker) as (client, _), trio.open_nursery() as nursery:
-
-            async def expect_closed(function: Any, *args: object) -> None:
-                with pytest.raises(trio.ClosedResourceError):
-                    await function(*args)
-
             nursery.start_soon(expect_closed, worker.wait_stream_ready)
             nursery.start_soon(expect_closed, client.stream_receive, bytearray(1))
             await trio.testing.wait_all_tasks_blocked()

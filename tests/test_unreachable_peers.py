@@ -10,6 +10,7 @@ import attrs
 import pytest
 import trio
 from helpers import open_peer
+from injected_faults import Library
 from samples import sample, some_worker
 
 from trio_ucx import ucp
@@ -125,7 +126,7 @@ async def test_client_that_cannot_be_accepted(worker: ucp.Worker, monkeypatch: p
             endpoint = await worker.open_endpoint(listener.address)
             request = await listener.accept_request()
             with monkeypatch.context() as patch:
-                patch.setattr(_connecting, "lib", Failing(_connecting.lib, int(status)))
+                patch.setattr(_connecting, "lib", Failing(int(status)))
                 with pytest.raises(OSError) as caught:
                     await request.accept()
             endpoint.abort()
@@ -134,15 +135,11 @@ async def test_client_that_cannot_be_accepted(worker: ucp.Worker, monkeypatch: p
         assert known == (status is not Status.CONNECTION_RESET)
 
 
-class Failing:
-    """Stands for the compiled module; accepting a request fails."""
+class Failing(Library):
+    """Accepting a request fails."""
 
-    def __init__(self, lib: object, status: int) -> None:
-        self._lib = lib
+    def __init__(self, status: int) -> None:
         self._status = status
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._lib, name)
 
     def tu_endpoint_from_request(self, worker: object, id: int, request: int, how: object, *out: Any) -> int:
         out[0][0] = True  # it was answered

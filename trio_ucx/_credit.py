@@ -252,11 +252,11 @@ class ReceiveCredit:
             self.unread -= count * (size + (MESSAGE_OVERHEAD if size <= SMALL_MESSAGE else LARGE_OVERHEAD))  # cost()
         if self.outstanding - self.unread < self._worthwhile and (self.unread or not self.stalled):
             return 0
-        return self._due(1)
+        return self._due()
 
-    def _due(self, least: int) -> int:
+    def _due(self) -> int:
         amount = self.outstanding - self.unread
-        if amount < max(least, 1):
+        if amount < 1:
             return 0
         self.outstanding -= amount
         self.grants += 1
@@ -267,7 +267,7 @@ class ReceiveCredit:
         """STALLED arrived, sent after so many grants. Returns the amount to grant."""
         if grants != self.grants:
             return 0  # a grant is on its way; granting little now would make each message need a grant of its own
-        amount = self._due(1)
+        amount = self._due()
         self.stalled = amount == 0
         return amount
 
@@ -275,7 +275,7 @@ class ReceiveCredit:
         """A receiver found this queue empty. Returns the amount to grant, and whether to admit its next message."""
         if not self.stalled:
             return 0, False
-        amount = self._due(1)
+        amount = self._due()
         if queue in self._admitted or len(self._admitted) == MAX_ADMISSIONS:
             return amount, False
         self._admitted.add(queue)

@@ -65,14 +65,17 @@ def _namespace(kind: str) -> int:
 
 
 def start_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if it ends just now.
+    """When a process started, in clock ticks since boot; 0 if it ends just now, or the kernel's answer is unknown.
 
     Raises:
         OSError: there is no such process; or the kernel does not say (``hidepid``), or no file can be opened.
     """
     fields = _stat(pid)
-    ends = fields[0] in "ZX" or int(fields[6]) & _PF_EXITING
-    return 0 if ends else int(fields[19])
+    try:
+        ends = fields[0] in "ZX" or int(fields[6]) & _PF_EXITING
+        return 0 if ends else int(fields[19])
+    except (ValueError, IndexError):
+        return 0
 
 
 def _exists(pid: int) -> bool:

@@ -261,12 +261,9 @@ class Worker(metaclass=OpenedNotConstructed):
             for host in tcp_hosts(address):
                 self._open_data_ports(host)
             core = connect_worker(self._engine, address, options)
-            if uses_queue(core):
-                try:
-                    check_queue(self._engine, f"connecting to {core.label}")
-                except BaseException:
-                    core.close()
-                    raise
+            if self._engine.receive_queue.stopped and uses_queue(core):
+                core.close()
+                check_queue(self._engine, f"connecting to {core.label}")
         else:
             host, port = split_address(address)
             resolved = await self._resolve(host, port)
