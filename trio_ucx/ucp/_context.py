@@ -327,6 +327,8 @@ class Context(metaclass=OpenedNotConstructed):
 
 
 _live_contexts: set[Context] = set()
+#: Whether a context was ever opened in this process.
+_opened_before = False
 
 
 @protected_contextmanager
@@ -371,8 +373,10 @@ def open_context(
 
 def _create(options: dict[str, str], chosen: Mapping[str, str], features: Feature, name: Any) -> Any:
     """Creates the native context. Removes from ``options`` those of our defaults that this UCX does not know."""
+    global _opened_before
     doing = "starting UCX"
-    descriptors.require(descriptors.CONTEXT, doing)
+    needed = descriptors.for_context(first=not _opened_before)
+    descriptors.require(needed, doing)
     out = ffi.new("tu_context_t **")
     rejected = ffi.new("size_t *")
     while True:
@@ -388,9 +392,10 @@ def _create(options: dict[str, str], chosen: Mapping[str, str], features: Featur
             rejected,
         )
         if status == Status.OK:
+            _opened_before = True
             return out[0]
         if rejected[0] == len(options):
-            descriptors.require(descriptors.CONTEXT, doing)  # another thread may have taken the descriptors
+            descriptors.require(needed, doing)  # another thread may have taken the descriptors
             _check_devices(options, [])
             raise _initialisation_error(status, options)
         option = list(options)[rejected[0]]

@@ -16,12 +16,16 @@ import resource
 from ..._native import ffi, lib
 
 #: For the first context: two pipes and an epoll of UCX's, and those that it opens for a moment to find devices.
-CONTEXT = 5 + 3
+_CONTEXT = 5 + 3
+#: Whatever its transports, the first context also starts NVIDIA's drivers, and before UCX's own thread. The drivers
+#: keep descriptors: 22 with one H100. How many more they keep for each further GPU is an estimate.
+_CUDA, _EACH_GPU, _MOST_GPUS = 15, 8, 16
 #: For a worker, besides its transports: an epoll and an eventfd of UCX's, two timers and an epoll of ours; and some
 #: more for a moment.
 WORKER = 5 + 2
-#: For each interface of a transport: tcp an epoll and a socket, posix two files and a socket, sysv a socket.
-_EACH = {"self": 0, "tcp": 2, "sysv": 1, "posix": 3, "cma": 0, "knem": 0, "xpmem": 1}
+#: For each interface of a transport: tcp an epoll and a socket, posix two files and a socket, sysv a socket, cuda an
+#: eventfd.
+_EACH = {"self": 0, "tcp": 2, "sysv": 1, "posix": 3, "cma": 0, "knem": 0, "xpmem": 1, "cuda_copy": 1, "cuda_ipc": 1}
 _OTHERS = 4
 #: For a raw listener: its socket, and those of the first clients.
 LISTENER = 4
@@ -50,6 +54,18 @@ def require(count: int, doing: str) -> None:
             f"{doing} needs {count} file descriptors, and {left} are left: close some, or raise the limit "
             f"(ulimit -n, RLIMIT_NOFILE: {limit})",
         )
+
+
+def for_context(first: bool) -> int:
+    """How many descriptors a context needs.
+
+    Args:
+        first: no other context was opened in this process before.
+    """
+    if not first:
+        return _CONTEXT
+    gpus = sum(os.path.exists(f"/dev/nvidia{number}") for number in range(_MOST_GPUS))  # exists() opens nothing
+    return _CONTEXT + (_CUDA + gpus * _EACH_GPU if gpus else 0)
 
 
 def for_worker(context_info: str) -> int:
