@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import struct
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from remote import open_endpoint_and_context, open_two, open_way
 from trio_ucx import ucp
 from trio_ucx.testing import internals, live_handles
 from trio_ucx.ucp import chains
+from trio_ucx.ucp._engine import teardown
 from trio_ucx.ucp._rma import access_paths
 
 MB = 2**20
@@ -378,13 +381,23 @@ async def test_transfers_in_parts(chance: random.Random) -> None:
         assert_free(content)
 
 
-async def test_transfers_in_parts_when_the_endpoint_closes(chance: random.Random) -> None:
+@pytest.mark.parametrize("stall", [0, 0.15], ids=["no stall", "the process stands still"])
+async def test_transfers_in_parts_when_the_endpoint_closes(
+    chance: random.Random, stall: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds + (stalls.pop() if stalls else 0))
+
+    stalls: list[float] = []
+    monkeypatch.setattr(teardown, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+
     async def move(call: Callable[[bytearray], Awaitable[None]], buffer: bytearray) -> None:
         with pytest.raises(trio.ClosedResourceError):
             while True:
                 await call(buffer)
 
     for number in range(20):
+        stalls[:] = [stall]
         async with open_endpoint_and_context("tcp", "worker") as (endpoint, context):
             with context.allocate(8 * MB) as memory, endpoint.attach(memory.descriptor) as remote:
                 await remote.get(0, 1)

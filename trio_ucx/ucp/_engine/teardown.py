@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 DRAIN_TIMEOUT = 2.0
 #: The same when every endpoint is closed: what is still pending then will hardly end.
 STUCK_TIMEOUT = 0.1
+#: At most so much of the time between two looks counts for the time limits: this process may have stood still.
+_LONGEST_GAP = 0.01
 
 #: Workers that were left alone, and everything that UCX may still look at.
 left_alone: list[Any] = []
@@ -80,6 +82,21 @@ class Teardown:
         self.kept.clear()
 
 
+class _Limit:
+    """A time limit for something that is looked at over and over."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._waited = 0.0
+
+    def is_over(self, seconds: float) -> bool:
+        """Whether so much time has passed; call it at each look."""
+        now = time.monotonic()
+        self._waited += min(now - self._last, _LONGEST_GAP)
+        self._last = now
+        return self._waited > seconds
+
+
 def _uses_memory(engine: Engine, handle: Any) -> bool:
     """Whether UCX may still use the memory of operations, or holds registrations of it."""
     return bool(engine.in_flight or engine.teardown.unrecorded or lib.tu_long_lingers(handle))
@@ -87,10 +104,10 @@ def _uses_memory(engine: Engine, handle: Any) -> bool:
 
 def drain(engine: Engine) -> Iterator[None]:
     """Progresses until nothing is in flight, yielding in between; gives up after DRAIN_TIMEOUT of real time."""
-    start = time.monotonic()
+    limit = _Limit()
     engine.progress_and_deliver(arm=False)
     while _uses_memory(engine, engine.handle):
-        if time.monotonic() > start + (DRAIN_TIMEOUT if engine.endpoints else STUCK_TIMEOUT):
+        if limit.is_over(DRAIN_TIMEOUT if engine.endpoints else STUCK_TIMEOUT):
             break
         yield
         time.sleep(0.0002)
@@ -100,7 +117,7 @@ def drain(engine: Engine) -> Iterator[None]:
     tags = engine.tag_dispatch
     while tags.has_tags and (message := lib.tu_tag_probe(engine.handle, 0, 0, True, tags.received)):
         engine.tag_dispatch.discard(message)
-        if time.monotonic() > start + DRAIN_TIMEOUT:
+        if limit.is_over(DRAIN_TIMEOUT):
             break
     yield
     engine.progress_and_deliver(arm=False)
@@ -117,9 +134,9 @@ def _send_answers(engine: Engine) -> Iterator[None]:
     """
     if not engine.context._exposed_memory:
         return
-    start = time.monotonic()
+    limit = _Limit()
     while engine.progress_and_deliver(arm=True) != lib.TU_ARMED:
-        if time.monotonic() > start + STUCK_TIMEOUT:
+        if limit.is_over(STUCK_TIMEOUT):
             engine.teardown.unanswered = True
             warn_resource(
                 "a UCX worker was left alone: a peer that is not reading has not taken all replies to its requests"
