@@ -135,9 +135,8 @@ async def run_crowd(transports: str, seed: int, clients: int, seconds: float, pr
     opening: list[float] = []
     trips: list[float] = []
     errors: Counter[str] = Counter()
-    during: dict[str, int] = {}
     async with open_server(transports) as server:
-        before = await server.state()
+        before = during = await server.state()
 
         async def some(number: int, count: int) -> None:
             async with child("crowd", transports, server.address, f"{seed} {number}", count, seconds) as process:
@@ -156,7 +155,7 @@ async def run_crowd(transports: str, seed: int, clients: int, seconds: float, pr
                     nursery.start_soon(some, number, share)
                 while len(nursery.child_tasks) == processes:
                     state = await server.state()
-                    if state["connections"] > during.get("connections", 0):
+                    if state["connections"] > during["connections"]:
                         during = state
                     await trio.sleep(1)
         after = await server.settled()

@@ -1,7 +1,7 @@
 """Reads the logs of a soak for violations of what the library promises. It does no I/O: :class:`Checker` is fed events.
 
-A bound does not count the time in which a process could not run: while the injector had stopped it, and while it was
-ready and got no processor (``starved``, a figure of the kernel's).
+A bound does not count the time in which a process could not run: while the injector had stopped it, while it was ready
+and had no processor, and while the whole machine stood still (the last two are ``starved``).
 """
 
 from __future__ import annotations
@@ -93,13 +93,16 @@ class Process:
 
     def excused(self, begin: int, end: int) -> int:
         """Nanoseconds between two times in which the machine did not let it run; rather too many than too few."""
+        before, starved_before = max((sample for sample in self.starved if sample[0] <= begin), default=(0, 0))
+        last = self.starved[-1] if self.starved else (before, starved_before)
+        after, starved_after = min((sample for sample in self.starved if sample[0] >= end), default=last)
+        # A process that is stopped notes that as starved, too.
+        starved = starved_after - starved_before - self._stopped_between(before, after)
+        return self._stopped_between(begin, end) + max(0, starved)
+
+    def _stopped_between(self, begin: int, end: int) -> int:
         stops = [*self.stops, *([(self.stopped, end)] if self.stopped is not None else [])]
-        time = sum(max(0, min(end, b) - max(begin, a)) for a, b in stops)
-        before = max((ns for at, ns in self.starved if at <= begin), default=0)
-        after = min((ns for at, ns in self.starved if at >= end), default=None)
-        if after is None:
-            after = self.starved[-1][1] if self.starved else before
-        return time + max(0, after - before)
+        return sum(max(0, min(end, b) - max(begin, a)) for a, b in stops)
 
     def was_stopped(self, begin: int) -> bool:
         return self.stopped is not None or any(b >= begin for _, b in self.stops[-3:])
@@ -289,13 +292,19 @@ class Checker:
             events.append(side.ending)
         return min((event for event in events if event is not None), key=lambda event: event.t, default=None)
 
-    def _suspect(self, op: Operation, kind: str, what: str, begin: int, end: int, bound: float, *lines: Event) -> None:
-        """Notes something that may have taken too long."""
+    def _suspect(
+        self, op: Operation, kind: str, what: str, begin: int, end: int, bound: float, *lines: Event, peer: bool = False
+    ) -> None:
+        """Notes something that may have taken too long.
+
+        Args:
+            peer: whether the time in which the peer's process could not run is excused, too.
+        """
         if end - begin <= bound * SECOND:
             return
         other = self._other(op.connection, op.side)
         both = (op.side.pid, *([other.pid] if other is not None else []))
-        excuses = both if kind in ("stalled", "slow ping", "slow connect", "slow close") else (op.side.pid,)
+        excuses = both if peer or kind in ("stalled", "slow ping", "slow connect", "slow close") else (op.side.pid,)
         sentence = f"{op.kind} on {op.connection.name} of process {op.side.pid} {what}"
         self._suspects.append(Suspect(kind, sentence, begin, end, bound, excuses, both, (op.begin, *lines)))
 
@@ -506,9 +515,9 @@ class Checker:
         if gone is None or gone.t >= end.t or op.kind == "connect":
             return
         since = max(gone.t, op.begin.t)
-        self._suspect(
-            op, "reported late", "ended too late after its peer was gone", since, end.t, self.bounds.reported, gone, end
-        )
+        what = "ended too late after its peer was gone"
+        own = gone.kind in ("ending", "exit")  # logged before it is done: the peer may be stopped in between
+        self._suspect(op, "reported late", what, since, end.t, self.bounds.reported, gone, end, peer=own)
         waited = end.kind == "end" and end["o"] == "broken" and op.begin.t < gone.t
         if waited and gone.kind in ("kill", "exit") and not self._process(op.side.pid).was_stopped(gone.t):
             self.figures.reported.append(end.t - gone.t)

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -234,7 +235,15 @@ def system_v(pids: set[int]) -> list[str]:
 
 
 def posix() -> list[str]:
-    """Files of UCX's in /dev/shm that no process of the machine has mapped."""
+    """Files of UCX's in /dev/shm that no process of the machine has mapped for a second: at first none has."""
+    found = _unmapped()
+    if found:
+        time.sleep(1)
+        found = [path for path in _unmapped() if path in found]
+    return found
+
+
+def _unmapped() -> list[str]:
     files = [path.name for path in Path("/dev/shm").glob("ucx*")] if Path("/dev/shm").is_dir() else []
     if not files:
         return []

@@ -13,7 +13,7 @@ open   a connection was opened: c, side ("client" or "server"), and for the clie
 ending a side ends a connection: c, side, how: "close", "abort", "exception", "exit"
 over   a side has ended a connection, and all its operations: c, side, all (whether it received until the end)
 am     the server received an active message: c, n, fault (None if it is as it was sent)
-sample once a second: fds, threads, rss, starved (ns that this process was ready to run and had no processor)
+sample once a second: fds, threads, rss, starved (ns in which it could not run: stopped, or the machine let it wait)
 worker once a second: missed_events and stopped_queues of the worker
 finish the process ends by itself: handles (alive), missed_events
 ====== ============================================================================================================

@@ -18,6 +18,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import traceback
 import zlib
 from collections.abc import Awaitable, Callable, Iterator
@@ -670,6 +671,8 @@ async def receive_active_messages(process: Process, messages: ucp.ActiveMessages
 
 def sample(process: Process, over: threading.Event) -> None:
     """What the process takes, each second. A thread of its own: it goes on when Trio's loop hangs."""
+    kept_waiting = 0
+    before = starved(), time.monotonic_ns(), time.process_time_ns()
     while True:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         process.log.event(
@@ -677,10 +680,21 @@ def sample(process: Process, over: threading.Event) -> None:
             fds=len(os.listdir("/proc/self/fd")) - 1,
             threads=len(os.listdir("/proc/self/task")),
             rss=pages * os.sysconf("SC_PAGE_SIZE"),
-            starved=starved(),
+            starved=kept_waiting,
         )
-        if over.wait(1):
-            return
+        for _ in range(20):
+            if over.wait(1 / 20):
+                return
+            now = starved(), time.monotonic_ns(), time.process_time_ns()
+            waited, passed, computed = (after - earlier for after, earlier in zip(now, before, strict=True))
+            kept_waiting += max(waited, passed - computed - 10**9 // 20, 0)
+            before = now
+
+
+def end_with(arguments: threading.ExceptHookArgs) -> None:
+    """An exception in a thread ends the process, which the checker reports."""
+    threading.__excepthook__(arguments)
+    os._exit(1)
 
 
 def starved() -> int:
@@ -757,6 +771,7 @@ def main() -> None:
     folder = Path(settings.folder)
     stacks = (folder / f"{settings.name}.stacks").open("w")
     faulthandler.enable(stacks)
+    threading.excepthook = end_with
     faulthandler.register(signal.SIGUSR1, stacks)
     signal.signal(signal.SIGUSR2, dump_tasks(stacks))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to end
