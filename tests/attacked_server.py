@@ -26,7 +26,7 @@ from typing import Any
 import attrs
 import trio
 from helpers import Peer, open_peer, pattern
-from timing import waited_by
+from timing import Noise, waited_by
 
 import trio_ucx
 from trio_ucx import ucp
@@ -44,28 +44,29 @@ def serve(log: str, peers: str, *arguments: str) -> None:
 
 
 async def measure(address: list[Any], server: int) -> None:
-    """The honest client: makes round trips. Reports how long they took, for each line of the test.
+    """The honest client: makes round trips. For each line of the test it reports how long they took, less the noise,
+    and how late it woke from its sleeps.
 
     Args:
         server: the process at the other end.
     """
     from peers import ask, say
 
-    waited = waited_by(server)
     seconds: list[float] = []
-    noise: list[float] = []
+    late: list[float] = []
 
     async def trips() -> None:
         async with trio_ucx.connect(tuple(address)) as connection:
             say("ready")
-            while True:
-                start, before = time.perf_counter(), waited()
-                await connection.send(b"are you there?")
-                await connection.receive()
-                end = time.perf_counter()
-                seconds.append(end - start - (waited() - before))
-                await trio.sleep(0.005)
-                noise.append(time.perf_counter() - end - 0.005)
+            with Noise(waited_by(server)) as noise:
+                while True:
+                    start = time.perf_counter()
+                    await connection.send(b"are you there?")
+                    await connection.receive()
+                    end = time.perf_counter()
+                    seconds.append(end - start - noise.since(start, end))
+                    await trio.sleep(0.005)
+                    late.append(time.perf_counter() - end - 0.005)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trips)
@@ -74,9 +75,9 @@ async def measure(address: list[Any], server: int) -> None:
                 await ask()
             except EOFError:
                 break
-            say([seconds, noise])
+            say([seconds, late])
             seconds.clear()
-            noise.clear()
+            late.clear()
         nursery.cancel_scope.cancel()
 
 

@@ -27,6 +27,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -72,10 +73,14 @@ def assert_transports(connection: trio_ucx.Connection | ucp.Endpoint, transports
 
 
 def free_port() -> int:
-    """A free port, outside the range that the kernel gives to outgoing connections."""
+    """A free port outside the kernel's range for outgoing connections. The other processes of pytest-xdist choose from
+    other ports.
+    """
     given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    own = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     while True:
-        port = random.SystemRandom().randrange(10_000, given_out)
+        port = random.SystemRandom().randrange(10_000 + own, given_out, count)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
@@ -117,7 +122,7 @@ class Peer:
     async def stopped(self) -> None:
         """Waits until the kernel has stopped the process."""
         with trio.fail_after(15):
-            while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            while process_state(self.process.pid) != "T":
                 await trio.sleep(0.001)
 
     def resume(self) -> None:
@@ -290,6 +295,33 @@ def resident(pid: int | str = "self") -> int:
     if SANITIZED:
         return 0
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def process_state(pid: int) -> str:
+    """As in ``/proc/PID/stat``: "T" if it is stopped, "Z" if it has ended and its parent has not waited for it; "" if
+    there is no such process.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found += map(int, path.read_text().split())
+    return found
+
+
+def assert_gone(pids: Sequence[int], within: float = 60) -> None:
+    """Asserts that processes which were told to end do so."""
+    deadline = time.monotonic() + within
+    while left := [pid for pid in pids if process_state(pid) not in ("", "Z")]:
+        assert time.monotonic() < deadline, f"processes {left} are left"
+        time.sleep(0.01)
 
 
 async def until_over(connection: trio_ucx.Connection) -> None:

@@ -11,7 +11,7 @@ import ssl
 import struct
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,17 @@ async def listening(worker: ucp.Worker, host: str = "127.0.0.1", **options: Any)
     [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=worker, **options)
     async with listener:
         yield listener
+
+
+@contextlib.contextmanager
+def patient(listener: trio_ucx.Listener) -> Iterator[None]:
+    """Clients have a minute to connect, whatever the listener's ``connect_timeout``."""
+    acceptor = listener._acceptor
+    before, acceptor._timeout = acceptor._timeout, 60
+    try:
+        yield
+    finally:
+        acceptor._timeout = before
 
 
 async def expect_works(worker: ucp.Worker, listener: trio_ucx.Listener, address: Any = None, **options: Any) -> None:
@@ -363,9 +374,11 @@ async def counted_endpoints(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[li
 
 async def record_exchange(worker: ucp.Worker, listener: trio_ucx.Listener, **options: Any) -> dict[str, bytes]:
     """Records both sides of an exchange without interference."""
+    options["connect_timeout"] = 60
     async with in_the_middle(listener.address) as proxy:
-        client = await trio_ucx.connect(proxy.address, worker=worker, **options).__aenter__()
-        server = await listener.accept()
+        with patient(listener):
+            client = await trio_ucx.connect(proxy.address, worker=worker, **options).__aenter__()
+            server = await listener.accept()
         [record] = proxy.recorded
         said = {name: bytes(data) for name, data in record.items()}
         client.abort()
@@ -417,7 +430,8 @@ async def test_changed_byte_with_authkey(worker: ucp.Worker, monkeypatch: pytest
             assert made == []
             await expect_all_refused(worker, listener, last, **options)
             assert len(made) <= sum(who == "client" for who, _ in last)  # TAKE: the client has made its own
-        await expect_works(worker, listener, **options)
+        with patient(listener):
+            await expect_works(worker, listener, authkey=KEY)
 
 
 @pytest.mark.parametrize("transports", ["tcp"])
@@ -454,7 +468,8 @@ async def test_changed_byte_with_tls(
             assert made == []
             unsure = [change for change in before if change not in sure]
             await expect_all_refused(worker, listener, unsure + last[: len(last) - 12], **options)
-        await expect_works(worker, listener, ssl_context=certificates.client, server_hostname="localhost")
+        with patient(listener):
+            await expect_works(worker, listener, ssl_context=certificates.client, server_hostname="localhost")
 
 
 async def test_man_in_the_middle_who_changes_nothing(worker: ucp.Worker, certificates: Certificates) -> None:
@@ -473,7 +488,8 @@ async def test_recorded_exchange_cannot_be_played_again(
     worker: ucp.Worker, certificates: Certificates, with_tls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tls = {"ssl_context": certificates.server} if with_tls else {}
-    async with listening(worker, authkey=None if with_tls else KEY, connect_timeout=0.5, **tls) as listener:
+    timeout = 0.5 if with_tls else 10  # under TLS only this ends an exchange that is played again
+    async with listening(worker, authkey=None if with_tls else KEY, connect_timeout=timeout, **tls) as listener:
         options: dict[str, Any] = {"authkey": None if with_tls else KEY}
         if with_tls:
             options |= {"ssl_context": certificates.client, "server_hostname": "localhost"}

@@ -15,7 +15,19 @@ from helpers import Rounds, assert_free, nothing_happens, open_pair, open_peer, 
 from injected_faults import close_worker_at_once
 from outcome import Error, Value
 from peers import REMOTE
-from remote import SOON, Ground, error_of, has_begun, open_ground, open_owner, open_two, open_way, released, value_of
+from remote import (
+    SOON,
+    Ground,
+    error_of,
+    has_begun,
+    long_delay_has_begun,
+    open_ground,
+    open_owner,
+    open_two,
+    open_way,
+    released,
+    value_of,
+)
 from timing import Stopwatch
 
 from trio_ucx import ucp
@@ -385,7 +397,8 @@ async def test_closed_under_a_run(transports: str, what: str) -> None:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(run)
                     await until(lambda: chain.outcomes[atomic] is not None)
-                    await trio.sleep(0.05)  # the delay has begun
+                    if what != "memory":
+                        await until(long_delay_has_begun)
                     if what == "worker":
                         close_worker_at_once(worker)
                     elif what == "endpoint":

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import re
 import signal
 import struct
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,18 @@ from helpers import is_free, open_pair, until
 from injected_faults import Library, close_worker_at_once, have_device_memory, ignore_unreachable_memory
 from outcome import Value
 from peers import REMOTE
-from remote import Ground, error_of, for_ucx, has_begun, open_ground, open_owner, open_two, released, value_of
+from remote import (
+    Ground,
+    error_of,
+    for_ucx,
+    has_begun,
+    long_delay_has_begun,
+    open_ground,
+    open_owner,
+    open_two,
+    released,
+    value_of,
+)
 
 from trio_ucx import ucp
 from trio_ucx._native import lib
@@ -32,15 +41,6 @@ def delayed(ground: Ground, delay: float, then: str = "skip") -> chains.RequestC
     word = chain.get(ground.remote, 0, 8)
     chain.check(word.u64() == 1, on_false=chains.Retry(1, again=word, delay=delay, then=then))
     return chain
-
-
-def long_delay_has_begun() -> bool:
-    """Whether a timer of this process has more than a minute to go."""
-    found = []
-    for path in Path("/proc/self/fdinfo").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of iterdir
-            found += re.findall(r"it_value: \((\d+),", path.read_text())
-    return any(int(seconds) > 60 for seconds in found)
 
 
 # ---- delays ----

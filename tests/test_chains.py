@@ -154,7 +154,7 @@ async def test_closed_chain_takes_no_request(ground: Ground) -> None:
     for on_false in ("error", chains.Retry(1, again=word, delay=0.1)):
         with pytest.raises(trio.ClosedResourceError):
             chain.check(word.u64() == 2, on_false=on_false)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 # ---- conditions ----

@@ -609,7 +609,8 @@ async def test_max_unread(worker: ucp.Worker) -> None:
             client.send_nowait(b"other", tag=2, max_unread=1)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(partial(client.send, b"waited", tag=1, max_unread=3))
-                await trio.testing.wait_all_tasks_blocked()
+                await until(lambda: server.statistics().messages_received % 5 == 4)
+                await trio.testing.wait_all_tasks_blocked(0.01)
                 assert server.statistics().messages_received % 5 == 4
                 assert await server.receive(tag=1) == bytes(size)
             for expected in (bytes(size), bytes(size), b"waited"):

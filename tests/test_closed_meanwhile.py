@@ -46,10 +46,14 @@ async def test_raw_listener_that_was_waited_for(worker: ucp.Worker) -> None:
 async def test_waiting_for_streams(transports: str) -> None:
     options: Any = {"config": {"TLS": transports}, "features": ucp.DEFAULT_FEATURES | ucp.Feature.STREAM}
     async with ucp.open_worker(**options) as worker, ucp.open_worker(**options) as other:
-        async with open_raw_pair(worker, other) as (client, server), trio.open_nursery() as nursery:
+        async with (
+            open_raw_pair(worker, other) as (client, server),
+            trio.open_nursery() as nursery,
+            worker.open_request_group() as group,
+        ):
             nursery.start_soon(expect_closed, other.wait_stream_ready)
             await trio.testing.wait_all_tasks_blocked()
-            await client.stream_send(b"x")
+            group.stream_send(client, b"x")  # no checkpoint: no other task may run before the worker is closed
             while internals(other).receivers.stream_watchers:
                 internals(worker).progress()
                 internals(other).progress()

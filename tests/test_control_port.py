@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from attacked_server import open_attacked_server
+from attacked_server import open_attacked_server, turned_away
 from helpers import Rounds, resident, until
 
 from trio_ucx import ucp
@@ -163,9 +163,11 @@ async def test_half_open_connects(transports: str, tmp_path: Path) -> None:
                     if number % 50 == 0:
                         await trio.sleep(0.005)
                         assert server.descriptors <= before + MAX_EXCHANGES + 60
-                await server.assert_well(1)
+                await server.assert_well()
                 assert server.descriptors <= before + MAX_EXCHANGES + 60
-                assert "too many at once" in server.lines()[0]
+                # The oldest one that is left may have reached the listener's time limit meanwhile.
+                found = turned_away(server.lines(), server.began)
+                assert {"too many at once"} <= found <= {"too many at once", "it sent nothing"}
             finally:
                 for one in silent:
                     one.close()

@@ -12,7 +12,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import expect_closed, pattern, until
+from helpers import expect_closed, free_port, pattern, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import ALL, HOST, NETWORK, ONLY_SHARED, SAMPLES, description_with, some_description, with_checksum
@@ -842,7 +842,7 @@ async def test_exchanges_advance_without_anybody_accepting(worker: ucp.Worker) -
 
 
 async def test_closing_a_listener(worker: ucp.Worker) -> None:
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    [listener] = await trio_ucx.open_ucx_listeners(free_port(), host="127.0.0.1", worker=worker)
     accepted_client = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
     accepted = await listener.accept()
     waiting = [await trio_ucx.open_ucx_stream(*listener.address, worker=worker) for _ in range(2)]

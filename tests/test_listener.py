@@ -153,7 +153,7 @@ async def test_cancelled_race_leaves_nothing(worker: ucp.Worker, names: dict[str
                 await trio_ucx.open_ucx_stream("host", port, worker=worker, happy_eyeballs_delay=0.05)
             assert scope.cancelled_caught
             used.append(len(os.listdir("/proc/self/fd")))
-        assert used[1] == used[2]
+        assert used[1] >= used[2]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -104,9 +104,8 @@ async def round_trips(transports: str, flood: Callable[[Client], Awaitable[None]
                     client.abort()
             await pinger.tell()
             took = [seconds - noise for seconds, noise in await pinger.hear()]
-        print(f"{flood.__name__}: {grown / MIB:.1f} MiB, round trips {statistics.median(took) * 1e3:.1f} ms")
+        print(f"{flood.__name__}: {grown / MIB:.1f} MiB, round trips {[round(seconds * 1e3) for seconds in took]} ms")
         assert grown < FLOODS[flood], f"{grown / MIB:.1f} MiB"
-        assert len(took) > 5
         return took
 
 
@@ -118,10 +117,12 @@ async def test_flood(transports: str, flood: Callable[[Client], Awaitable[None]]
     slow: list[float] = []
     for _ in range(3):
         took = await round_trips(transports, flood)
+        if len(took) <= 5:  # the flood was over too soon
+            continue
         slow.append(statistics.quantiles(took, n=20)[-1])
         if slow[-1] < PROMPT and max(took) < LONGEST:
             return
-    pytest.fail(f"5 % of the round trips took longer than {slow} s, or one longer than {LONGEST} s")
+    pytest.fail(f"in {len(slow)} of 3 attempts with enough round trips, 5 % took longer than {slow} s")
 
 
 # ---- tag messages of others, on a worker that has Connections ----

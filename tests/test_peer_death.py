@@ -289,6 +289,7 @@ async def test_other_connections_are_not_affected(worker: ucp.Worker, transports
             async with open_peer("silent", transports=transports) as bad:
                 bad_address, _ = await bad.hear()
                 connection = await trio_ucx.open_ucx_stream(*bad_address, worker=worker)
+                await connection.ping()  # then it writes no more to our queue
                 bad.signal(signal.SIGKILL)
                 with Stopwatch(SOON), trio.fail_after(60), pytest.raises(trio.BrokenResourceError):
                     await connection.receive()

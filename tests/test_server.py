@@ -85,7 +85,7 @@ async def test_drain(worker: ucp.Worker) -> None:
             assert await connection.receive_some() == b""
         ended.append(kind)
 
-    async with serving(handler, worker) as server, contextlib.AsyncExitStack() as stack:
+    async with serving(handler, worker, port=free_port()) as server, contextlib.AsyncExitStack() as stack:
         clients = {}
         for kind in ("work", "receive", "messages", "stream"):
             clients[kind] = await stack.enter_async_context(trio_ucx.connect(server.address, worker=worker))
@@ -360,7 +360,7 @@ async def test_handlers_in_a_nursery_of_the_user(worker: ucp.Worker) -> None:
 
 async def test_closed_listener(worker: ucp.Worker) -> None:
     """The server takes no more clients, serves those that it has, and then returns."""
-    async with serving(echo, worker) as server:
+    async with serving(echo, worker, port=free_port()) as server:
         async with trio_ucx.connect(server.address, worker=worker) as client:
             await client.send(b"before")
             assert await client.receive() == b"before"
@@ -439,9 +439,10 @@ async def test_socket_that_is_connected_with_itself(worker: ucp.Worker, monkeypa
 
 
 async def test_full_server(worker: ucp.Worker) -> None:
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, backlog=1, connect_timeout=0.3)
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, backlog=1)
     async with listener:
         first = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
+        listener._acceptor._timeout = 1
         error = await refused(listener.address, worker=worker)
         assert type(error) is trio_ucx.ServerFull and "too many clients" in str(error)
         first.abort()

@@ -15,6 +15,7 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals, live_handles
 from trio_ucx.ucp import chains
+from trio_ucx.ucp._engine import peer_workers
 
 
 @asynccontextmanager
@@ -55,7 +56,8 @@ def endpoints_made(worker: ucp.Worker, other: ucp.Worker) -> int:
     return made
 
 
-async def test_connections_in_turn(worker: ucp.Worker, transports: str) -> None:
+async def test_connections_in_turn(worker: ucp.Worker, transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_workers, "IDLE_TIME", 60)
     async with open_echo(transports) as (server, listener):
         for number in range(20):
             async with trio_ucx.connect(listener.address, worker=worker) as connection:
@@ -64,6 +66,7 @@ async def test_connections_in_turn(worker: ucp.Worker, transports: str) -> None:
             await until(lambda: server.statistics().endpoints == 0)  # it has closed its side, too
         assert endpoints_made(worker, server) == endpoints_made(server, worker) == 1
         assert worker.statistics().endpoints == 0
+        monkeypatch.undo()
         with trio.fail_after(15):  # nobody comes: it is closed
             await until(lambda: not live_handles().get("endpoint", 0))
 

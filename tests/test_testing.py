@@ -112,7 +112,7 @@ async def test_delay(worker: ucp.Worker, size: int) -> None:
                     assert time.monotonic() - began > 0.2
             Faults(client).delay(0)
             assert await client.ping() + time.monotonic() - began > 0.2
-            assert await client.ping() < 0.2
+            assert min([await client.ping() for _ in range(5)]) < 0.2
             await client.aclose()
 
 
@@ -141,7 +141,8 @@ async def test_what_is_late_when_the_connection_ends_is_lost(worker: ucp.Worker,
     buffer = bytearray(100_000)
     async with open_connection_pair(worker=worker) as (client, server):
         with trio.fail_after(20):
-            Faults(client).delay(0.3)
+            delay = 2 if how == "abort" else 0.3
+            Faults(client).delay(delay)
             await client.send(b"late", tag=1)
             with trio.move_on_after(0.05):
                 await client.send(buffer, tag=1)
@@ -154,7 +155,7 @@ async def test_what_is_late_when_the_connection_ends_is_lost(worker: ucp.Worker,
                 assert await server.receive(tag=1) == buffer
     with trio.fail_after(20):
         await client.wait_buffers_released()
-        await trio.sleep(0.3)
+        await trio.sleep(delay)
     buffer.append(0)
 
 

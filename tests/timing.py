@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import threading
 import time
@@ -91,10 +92,11 @@ class Noise:
     def since(self, start: float, now: float) -> float:
         """The noise between two values of :func:`time.perf_counter`, the second of which is the present."""
         late = 0.0
-        for due, woken, waited in [*self._late, self._lateness(now)]:
+        over = bisect.bisect(self._late, start, key=lambda sleep: sleep[1])
+        for due, woken, waited in [*self._late[over:], self._lateness(now)]:
             late += max(0.0, min(waited, woken - max(due, start)))
-        before = [waited for began, waited, _ in self._began if began <= start] or [self._began[0][1]]
-        return max(late, self.waited() - before[-1])
+        before = max(0, bisect.bisect(self._began, start, key=lambda sleep: sleep[0]) - 1)
+        return max(late, self.waited() - self._began[before][1])
 
 
 def check_prompt(seconds: float, limit: float, noise: float) -> None:

@@ -12,13 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
-from helpers import open_pair
+from helpers import assert_gone, children_of, open_pair
 
 import trio_ucx
 from trio_ucx import ucp
@@ -28,25 +27,10 @@ from trio_ucx._cli.errors import PerfError, describe
 from .programs import AUTHKEY, QUICK, TIMEOUT, listening_address, read_line, run_cli, start_cli
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline, "a process is left"
-        time.sleep(0.01)
-
-
 def wait_both_started(process: subprocess.Popen[str]) -> list[int]:
     """Waits until the client process has said its header; the server's pid, then the client's."""
     assert read_line(process).startswith("trio_ucx")
-    tasks = Path(f"/proc/{process.pid}/task").iterdir()
-    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    children = children_of(process.pid)
     assert len(children) == 2
     return sorted(children, key=lambda pid: b"--until-stdin-closes" not in Path(f"/proc/{pid}/cmdline").read_bytes())
 
@@ -488,7 +472,7 @@ def test_a_process_that_dies(name: str) -> None:
         assert process.returncode == 1
         assert f"the {name} process (pid {victim}) was ended by SIGKILL" in errors
         assert "Traceback" not in errors
-        wait_gone(pids)
+        assert_gone(pids)
 
 
 @pytest.mark.full
@@ -503,7 +487,7 @@ def test_ctrl_c_ends_both_processes(group: bool) -> None:
             process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=TIMEOUT)
         assert (process.returncode, errors) == (130, "")
-        wait_gone(pids)
+        assert_gone(pids)
 
 
 @pytest.mark.full
@@ -511,7 +495,7 @@ def test_no_process_outlives_a_killed_command() -> None:
     with start_cli("perf", "--seconds", "30") as process:
         pids = wait_both_started(process)
         process.kill()
-        wait_gone(pids)
+        assert_gone(pids)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import nothing_happens, pattern, until
+from helpers import children_of, nothing_happens, pattern, until
 
 import trio_ucx
 
@@ -380,18 +380,14 @@ async def test_demo(over: str, options: list[object]) -> None:
     assert digest == f"the picture's SHA-256 is {hashlib.sha256(whole).hexdigest()}"
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_demo_is_interrupted(number: signal.Signals) -> None:
     """While its workers start, or, as one of them is the test, while there is work for them."""
     with trio.fail_after(DEADLINE), program(WORKER_POOL, "demo", "--workers", 2, "--tasks", 3) as running:
         await running.wait_address()
-        await until(lambda: len(children(running.process.pid)) == 2)
-        workers = children(running.process.pid)
+        await until(lambda: len(children_of(running.process.pid)) == 2)
+        workers = children_of(running.process.pid)
         async with trio_ucx.connect(running.address) as connection:
             if number == signal.SIGTERM:
                 assert await connection.receive() == b"mandelbrot"

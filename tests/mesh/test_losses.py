@@ -696,7 +696,7 @@ class TestContinue:
                             size=2,
                             meeting=f"file://{tmp_path}/meeting",
                             worker=worker,
-                            timeout=0.3,
+                            timeout=3,
                             on_loss="continue",
                         ):
                             pass

@@ -66,7 +66,7 @@ async def test_missing_ranks_are_named_by_all(meeting: str) -> None:
 
 
 async def test_a_rank_whose_time_is_over_first_learns_who_is_missing(meeting: str) -> None:
-    ends = await meet((0, 0, 3, meeting, {"timeout": 4}), (0, 1, 3, meeting, {"timeout": 1.5}))
+    ends = await meet((0, 0, 3, meeting, {"timeout": 6}), (0, 1, 3, meeting, {"timeout": 3}))
     assert isinstance(ends[1], mesh.MeetingError) and ends[1].missing == (2,)
     assert isinstance(ends[0], mesh.MeetingError) and ends[0].missing == (2,)
     assert "rank 1 came, and did not wait any longer" in str(ends[0])
@@ -275,7 +275,7 @@ async def test_rank_0_ends_while_the_ranks_are_meeting(meeting: str, monkeypatch
     came = trio.Event()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(short)
-        [end] = await meet((0.05, 1, 3, meeting, {"timeout": 2}))
+        [end] = await meet((0.05, 1, 3, meeting, {"timeout": 5}))
     assert isinstance(end, mesh.MeetingError) and end.missing == (0,)
     assert str(end).count("Errno 110") == 1
     came = trio.Event()

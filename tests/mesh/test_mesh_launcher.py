@@ -14,6 +14,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+from helpers import assert_gone
 
 from trio_ucx._cli import main
 
@@ -98,21 +99,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         launch.process.kill()  # the kernel kills its ranks then
         launch.process.communicate(timeout=TIMEOUT)
     assert list(tmp_path.glob("trio_ucx-mesh-*")) == [] or any(it.process.returncode == -9 for it in started)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def assert_gone(pids: list[int]) -> None:
-    """Asserts that processes which were killed end."""
-    deadline = time.monotonic() + TIMEOUT
-    while left := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline, f"processes {left} are left"
-        time.sleep(0.01)
 
 
 #: A rank that ends on no signal but SIGKILL.
