@@ -20,6 +20,8 @@ from trio_ucx import ucp
 from trio_ucx.testing import live_handles
 
 KIND, TLS, SPARES = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+# A shared worker stays, and so do the descriptors of a GPU's drivers, which the first context starts.
+STAYS = KIND in ("shared worker", "first context")
 _, HARD = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (min(HARD, 4096), HARD))
 SOFT, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -110,13 +112,12 @@ async def main():
                         error = str(found)
                 if error is None:
                     opened += 1
-            # A shared worker stays, and so do the descriptors of a GPU's drivers, which the first context starts.
-            if error is not None or KIND not in ("shared worker", "first context"):
+            if error is not None or not STAYS:
                 after = await descriptors_after_release()
                 assert after == before, (count, error, before, after)
             print(json.dumps([count, error]), flush=True)
             async with contextlib.AsyncExitStack() as stack:
-                if opened or KIND not in ("shared worker", "first context"):
+                if opened or not STAYS:
                     await attempt(KIND, stack)
 trio.run(main)
 assert not live_handles()

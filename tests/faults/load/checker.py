@@ -93,9 +93,9 @@ class Process:
 
     def excused(self, begin: int, end: int) -> int:
         """Nanoseconds between two times in which the machine did not let it run; rather too many than too few."""
-        before, starved_before = max((sample for sample in self.starved if sample[0] <= begin), default=(0, 0))
-        last = self.starved[-1] if self.starved else (before, starved_before)
-        after, starved_after = min((sample for sample in self.starved if sample[0] >= end), default=last)
+        samples = [(0, 0), *self.starved]
+        before, starved_before = max(sample for sample in samples if sample[0] <= begin)
+        after, starved_after = min((sample for sample in samples if sample[0] >= end), default=samples[-1])
         # A process that is stopped notes that as starved, too.
         starved = starved_after - starved_before - self._stopped_between(before, after)
         return self._stopped_between(begin, end) + max(0, starved)

@@ -83,7 +83,7 @@ class Teardown:
 
 
 class _Limit:
-    """A time limit for something that is looked at over and over."""
+    """A limit, in real time, for something that is looked at over and over; a pause of this process counts little."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -103,7 +103,7 @@ def _uses_memory(engine: Engine, handle: Any) -> bool:
 
 
 def drain(engine: Engine) -> Iterator[None]:
-    """Progresses until nothing is in flight, yielding in between; gives up after DRAIN_TIMEOUT of real time."""
+    """Progresses until nothing is in flight, yielding in between; gives up after DRAIN_TIMEOUT, in real time."""
     limit = _Limit()
     engine.progress_and_deliver(arm=False)
     while _uses_memory(engine, engine.handle):
