@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import trio
 from helpers import free_port
 
 import trio_ucx
 from trio_ucx import mesh, ucp
+from trio_ucx.mesh import _meeting_file
+from trio_ucx.mesh._contact import Contact
 from trio_ucx.mesh._meeting import Coordinator, Follower, name_ranks
 
 KEY = bytes(range(32))
@@ -147,6 +155,83 @@ async def test_a_file_that_an_earlier_job_has_left(tmp_path: Path) -> None:
     path.write_text('{"hosts": ["127.0.0.1"], "port": 9, "machine": "gone", "authkey": "0123456789abcdef0123"}')
     meeting = f"file://{path}"
     assert await meet((0.5, 0, 2, meeting, {}), (0, 1, 2, meeting, {})) == [None, None]
+
+
+def _foreign(path: Path, text: str) -> None:
+    path.write_text(text)
+    os.chown(path, 12345, -1)
+
+
+def _changeable(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o620)
+
+
+def _linked(path: Path, text: str) -> None:
+    path.with_name("elsewhere").write_text(text)
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (_foreign, "meeting belongs to user 12345: "),
+        (_changeable, "meeting can be changed by other users (mode 0620): "),
+        (_linked, "meeting is not a regular file: "),
+        (lambda path, text: os.mkfifo(path), "meeting is not a regular file: "),
+        (lambda path, text: path.mkdir(), "meeting is not a regular file: "),
+    ],
+)
+async def test_a_file_that_others_can_have_written_is_not_trusted(
+    tmp_path: Path, make: Callable[[Path, str], object], words: str
+) -> None:
+    """It would lead to a false rank 0, and a FIFO would block Trio's loop for ever."""
+    path = tmp_path / "meeting"
+    if make is _foreign and os.geteuid() != 0:
+        pytest.skip("only root can make a file of somebody else")
+    async with ucp.open_worker() as worker:
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, authkey=KEY)
+        async with listener:
+            contact = Contact(["127.0.0.1"], listener.address[1], "", KEY.decode("latin-1"))
+            make(path, json.dumps(attrs.asdict(contact)))
+            [end] = await meet((0, 1, 2, f"file://{path}", {"timeout": 0.5}))
+            assert isinstance(end, mesh.MeetingError)
+            assert words in str(end) and "a folder where only this user can write" in str(end)
+            assert listener.statistics().handshaking == listener.statistics().waiting == 0
+
+
+def test_a_meeting_file_is_replaced_at_once(tmp_path: Path) -> None:
+    """Nobody knows the name of the temporary file before. A FIFO at the path does no harm at the end either."""
+    path = tmp_path / "meeting"
+    os.mkfifo(path)
+    _meeting_file.remove(path, b"")
+    assert path.is_fifo()
+    for name in (f".meeting.{os.getpid()}", ".meeting"):
+        (tmp_path / name).mkdir()
+    for data in (b"first", b"second"):
+        _meeting_file.write(path, data)
+        assert path.stat().st_mode == stat.S_IFREG | 0o600 and _meeting_file.read(path) == data
+    _meeting_file.remove(path, b"first")
+    assert path.exists()
+    _meeting_file.remove(path, b"second")
+    assert not path.exists() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_file_of_another_user_where_rank_0_writes() -> None:
+    """In a folder such as /tmp, it cannot be replaced."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become two users")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o1777)
+        path = Path(folder, "meeting")
+        _foreign(path, "")
+        os.seteuid(54321)
+        try:
+            with pytest.raises(PermissionError, match="meeting belongs to user 12345: .* in a folder where only"):
+                _meeting_file.write(path, b"text")
+        finally:
+            os.seteuid(0)
+        assert os.listdir(folder) == ["meeting"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"hosts": 5}', "\0"])

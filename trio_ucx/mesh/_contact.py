@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 import secrets
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from pathlib import Path
+from contextlib import asynccontextmanager
 from typing import Any
 
 import attrs
@@ -26,6 +24,7 @@ from ..ucp import Worker
 from ..ucp._address import format_address
 from ..ucp._process import this_host
 from ..ucp._quirks.address_layout import is_loopback
+from . import _meeting_file
 from ._errors import MeetingError
 from ._mpi import broadcast
 from ._place import Place
@@ -82,7 +81,7 @@ async def open_meeting_point(
             if error.errno == errno.EADDRINUSE:
                 error.strerror = f"{error.strerror}. Rank 0 must listen there ({place.source}): is it another job's?"
             raise
-        path, text = None, ""
+        path, text = None, b""
     else:
         if options["authkey"] is None:
             options["authkey"] = secrets.token_hex(32).encode()
@@ -91,34 +90,18 @@ async def open_meeting_point(
             _own_hosts(listeners[0].worker), listeners[0].address[1], _machine(), options["authkey"].decode("latin-1")
         )
         path = place.meeting.path if isinstance(place.meeting, AtFile) else None
-        text = json.dumps(attrs.asdict(contact))
+        text = json.dumps(attrs.asdict(contact)).encode()
     try:
         if path is not None:
-            _write(path, text)
+            _meeting_file.write(path, text)
         elif text:
-            await broadcast(text.encode(), size=place.size)
+            await broadcast(text, size=place.size)
         yield listeners
     finally:
         for listener in listeners:
             listener._close()
         if path is not None:
-            with suppress(OSError):
-                if path.read_text() == text:
-                    path.unlink()
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file that only this user can read, at once."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with suppress(FileNotFoundError):
-        temporary.unlink()
-    try:
-        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-            file.write(text)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+            _meeting_file.remove(path, text)
 
 
 async def reach_rank_0(
@@ -143,7 +126,7 @@ async def reach_rank_0(
                 contact = fixed
                 if isinstance(place.meeting, AtFile):
                     where = f"with an address in {place.meeting.path}"
-                    contact = Contact(**json.loads(place.meeting.path.read_text()))
+                    contact = Contact(**json.loads(_meeting_file.read(place.meeting.path)))
                 if isinstance(place.meeting, AtPort):
                     addresses = [(place.meeting.host, place.meeting.port)]
                 else:

@@ -288,7 +288,7 @@ def _private_folder(parent: Path) -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise PermissionError(
-            f"{folder} must be a folder that only this user can enter (mode 0700), and is not: remove it, or set "
-            f"{MEETING}"
+            f"{folder} must be a folder that only this user can enter, but belongs to user {found.st_uid}, with mode "
+            f"{stat.S_IMODE(found.st_mode):04o}: remove it, or set {MEETING}"
         )
     return folder

@@ -163,8 +163,11 @@ def _find_authkey(variables: Variables, argument: bytes | None) -> bytes | None:
 
 
 def _read_key_file(path: str) -> bytes:
-    with open(path, "rb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        mode = stat.S_IMODE(found.st_mode)
+        if not stat.S_ISREG(found.st_mode):
+            raise PermissionError(f"{AUTHKEY_FILE}={path}: it is not a regular file")
         if mode & 0o077:
             raise PermissionError(
                 f"{AUTHKEY_FILE}={path}: other users can read or change this file (mode {mode:04o}): chmod 600 {path}"
