@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from helpers import free_port
 
 import trio_ucx
 from trio_ucx import mesh, ucp
+from trio_ucx._wire import MAGIC, VERSION, RefusalCode
 from trio_ucx.mesh import _meeting_file
 from trio_ucx.mesh._contact import Contact
 from trio_ucx.mesh._meeting import Coordinator, Follower, name_ranks
@@ -111,14 +113,81 @@ async def test_another_size(meeting: str) -> None:
     assert isinstance(error, ConnectionRefusedError) and "rank 0 of 3" in str(error) and "of 4" in str(error)
 
 
-@pytest.mark.parametrize("by", ["a port", "a file"])
-async def test_keys_that_differ(meeting: str, by: str) -> None:
-    """An address in a file may be that of an earlier group, so a rank tries again until its time is over."""
-    if by == "a port":
-        meeting = f"127.0.0.1:{free_port()}"
+async def test_keys_that_differ(meeting: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever is at the address may not be rank 0, so a rank tries again until its time is over."""
     ends = await meet(*((0, rank, 2, meeting, {"authkey": KEY[:: 1 - 2 * rank], "timeout": 3}) for rank in (0, 1)))
-    assert isinstance(ends[1], trio_ucx.NotAdmitted)
+    assert isinstance(ends[1], trio_ucx.NotAdmitted) and "the authkeys of the two sides differ" in str(ends[1])
     assert isinstance(ends[0], mesh.MeetingError)
+    assert [line.getMessage()[:37] for line in caplog.records] == ["rank 1 tries again for up to 3 s: [Er"]
+
+
+def _preamble(flags: int) -> bytes:
+    return MAGIC + struct.pack("<HH", VERSION, flags) + bytes(32)
+
+
+def _refusal(why: int) -> bytes:
+    return struct.pack("<IBB", 9, 1, why) + b"go away"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(_preamble(1) + _refusal(why) for why in RefusalCode),
+        _preamble(0) + _refusal(RefusalCode.NOT_ADMITTED),
+        _preamble(0),  # it has no key
+        _preamble(1) + struct.pack("<IB", 33, 2) + bytes(32),  # a wrong proof
+        _preamble(1) + struct.pack("<IB", 0, 0),
+        MAGIC + struct.pack("<HH", 99, 1) + bytes(32) + _refusal(RefusalCode.NOT_ADMITTED),
+        b"HTTP/1.0 400\r\n\r\n",
+        b"",
+    ],
+)
+async def test_a_stranger_that_has_the_port_for_a_moment(answer: bytes) -> None:
+    """It does not know the key, so that it cannot send a rank away."""
+    port = free_port()
+    meeting = f"127.0.0.1:{port}"
+
+    async def refuse(stream: trio.SocketStream) -> None:
+        async with stream:
+            await stream.receive_some()
+            if answer:
+                await stream.send_all(answer)
+        came.set()
+
+    came = trio.Event()
+    ends: list[BaseException | None] = []
+
+    async def join_rank_1() -> None:
+        ends.append(await failure(1, 2, meeting, authkey=KEY))
+
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            async with trio.open_nursery() as squatting:
+                [listener] = await trio.open_tcp_listeners(port, host="127.0.0.1")
+                squatting.start_soon(trio.serve_listeners, refuse, [listener])
+                nursery.start_soon(join_rank_1)
+                await came.wait()
+                squatting.cancel_scope.cancel()
+            ends.append(await failure(0, 2, meeting, authkey=KEY))
+    assert ends == [None, None]
+
+
+async def test_what_has_refused_a_rank_is_in_its_error(caplog: pytest.LogCaptureFixture) -> None:
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listener.socket.getsockname()[1]
+
+    async def refuse_once() -> None:
+        async with listener, await listener.accept() as stream:
+            await stream.receive_some()
+            await stream.send_all(_preamble(1) + _refusal(RefusalCode.NOT_ADMITTED))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(refuse_once)
+        error = await failure(1, 2, f"127.0.0.1:{port}", authkey=KEY, timeout=1)
+    assert isinstance(error, trio_ucx.NotAdmitted)
+    assert "refused the connection: go away; later: " in str(error) and "is a listener open there?" in str(error)
+    [line] = caplog.records
+    assert line.getMessage().endswith(": go away")
 
 
 async def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:

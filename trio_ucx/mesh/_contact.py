@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import secrets
 import socket
@@ -29,6 +30,8 @@ from ._errors import MeetingError
 from ._mpi import broadcast
 from ._place import Place
 from ._variables import AtFile, AtPort, ThroughMPI
+
+logger = logging.getLogger("trio_ucx")
 
 #: Seconds for an attempt at one of several addresses, which may lead nowhere.
 _ATTEMPT = 10.0
@@ -111,12 +114,12 @@ async def reach_rank_0(
 
     Raises:
         MeetingError: it does not listen, or cannot be reached.
-        NotAdmitted: the authkeys differ, or rank 0 is in protected mode. With a meeting in a file only at the end: the
-            file may be that of an earlier group.
+        NotAdmitted: the authkeys differ, or rank 0 is in protected mode. Only at the end: what refuses this rank may be
+            an earlier group, or a stranger that has the port for a moment.
     """
     problem = problem or "nothing was tried"
     where = "there"
-    not_admitted: NotAdmitted | None = None
+    refusal: NotAdmitted | None = None
     with trio.move_on_after(timeout):
         fixed = None
         if isinstance(place.meeting, ThroughMPI):
@@ -142,13 +145,19 @@ async def reach_rank_0(
                         return await open_ucx_stream(*address, worker=worker, **options)
                 except OSError as error:
                     stale = isinstance(place.meeting, AtFile)  # of a job that has ended
-                    if not is_temporary(error) and not stale and not isinstance(error, (NotTrioUCX, socket.gaierror)):
+                    of_others = isinstance(error, (NotAdmitted, NotTrioUCX, socket.gaierror))
+                    if not is_temporary(error) and not stale and not of_others:
                         raise
                     problem = str(error)
-                    not_admitted = error if isinstance(error, NotAdmitted) else None
+                    if isinstance(error, NotAdmitted):
+                        if refusal is None:
+                            logger.warning("rank %d tries again for up to %.3g s: %s", place.rank, timeout, problem)
+                        refusal = error
             await trio.sleep(wait)
-    if not_admitted is not None:
-        raise not_admitted
+    if refusal is not None:
+        if problem != str(refusal):
+            refusal.strerror = f"{refusal.strerror}; later: {problem}"
+        raise refusal
     raise MeetingError(
         f"rank {place.rank} did not find rank 0 {where} within {timeout:.3g} s (from {place.source}): {problem} -- "
         "look whether rank 0 was started, what it has written, and whether this host can connect to its host",
