@@ -25,6 +25,7 @@ from ..ucp import Worker
 from ..ucp._address import format_address
 from ..ucp._process import this_host
 from ..ucp._quirks.address_layout import is_loopback
+from ..ucp._util import printable
 from . import _meeting_file
 from ._errors import MeetingError
 from ._mpi import broadcast
@@ -54,7 +55,7 @@ class Contact:
     authkey: str
 
     def addresses(self) -> list[tuple[str, int]]:
-        hosts = ["127.0.0.1"] if self.machine == _machine() else self.hosts
+        hosts = ["127.0.0.1"] if self.machine == _machine() else map(printable, self.hosts)
         return [(host, self.port) for host in hosts]
 
 
@@ -128,7 +129,7 @@ async def reach_rank_0(
             try:
                 contact = fixed
                 if isinstance(place.meeting, AtFile):
-                    where = f"with an address in {place.meeting.path}"
+                    where = f"with an address in {printable(str(place.meeting.path))}"
                     contact = Contact(**json.loads(_meeting_file.read(place.meeting.path)))
                 if isinstance(place.meeting, AtPort):
                     addresses = [(place.meeting.host, place.meeting.port)]
@@ -137,7 +138,7 @@ async def reach_rank_0(
                     addresses = contact.addresses()
                     options["authkey"] = place.authkey or contact.authkey.encode("latin-1")
             except (OSError, ValueError, TypeError) as error:
-                problem, addresses = str(error), []
+                problem, addresses = printable(str(error)), []
             for address in addresses:
                 where = f"at {format_address(address)}"
                 try:

@@ -13,6 +13,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from ..ucp._util import printable
+
 #: Bytes. What rank 0 writes is much shorter.
 _LONGEST = 2**20
 
@@ -73,6 +75,6 @@ def _check(path: Path, found: os.stat_result, *users: int) -> None:
         return
     raise PermissionError(
         errno.EPERM,
-        f"{path} {problem}: ranks meet only at a file of their own user. Let them meet at a new file in a folder where "
-        "only this user can write, such as file://$HOME/meeting",
+        f"{printable(str(path))} {problem}: ranks meet only at a file of their own user. Let them meet at a new file "
+        "in a folder where only this user can write, such as file://$HOME/meeting",
     )
