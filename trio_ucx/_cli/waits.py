@@ -103,8 +103,9 @@ def _fifo(path: str, user: int) -> Iterator[int]:
     try:
         os.mkfifo(path, 0o600)
     except FileExistsError:
+        owner = os.lstat(path).st_uid
         raise NoReport(
-            f"{path} exists: another report is being asked for, or was interrupted; then remove it"
+            f"{path} exists, of user {owner}: another report is being asked for, or was interrupted; then remove it"
         ) from None
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
