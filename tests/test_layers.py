@@ -43,7 +43,7 @@ ORDER = {
     "_link": ["transport", "buffers", "sending", "conversations", "receiving", "closing", "link", "__init__"],
     "_handshake": [
         *("peer_description", "exchange"),
-        *("control_stream", "control_sockets"),
+        *("control_stream", "control_sockets", "socket_owner"),
         *("registry", "handshake"),
         *("client", "server"),
         "__init__",

@@ -50,7 +50,7 @@ from .exchange import (
     Taken,
     UnknownProtocol,
 )
-from .handshake import ExchangeOptions, Handshake, NeedsAnotherWorker
+from .handshake import ANOTHER_MACHINE, ANOTHER_USER, UNKNOWN_USER, ExchangeOptions, Handshake, NeedsAnotherWorker
 from .registry import SOFTWARE, Registry
 
 logger = logging.getLogger("trio_ucx")
@@ -73,8 +73,8 @@ RESERVED_DESCRIPTORS = 64
 ACCEPT_PAUSE = 0.1
 #: Seconds between two log lines about clients that were turned away for the same reason.
 LOG_INTERVAL = 60.0
-#: The kind of clients that protected mode refuses.
-PROTECTED = "it is on another machine"
+#: The kinds of clients that protected mode refuses.
+PROTECTED = (ANOTHER_MACHINE, ANOTHER_USER, UNKNOWN_USER)
 #: The kind of clients that are not turned away: they connect again, from another worker.
 AGAIN = "it connects from another worker"
 _HTTP_METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"DELE", b"OPTI", b"CONN", b"TRAC", b"PATC", b"PRI ")
@@ -83,7 +83,7 @@ _HTTP_METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"DELE", b"OPTI", b"CONN", 
 class RejectionLog:
     """Logs the clients that were turned away: at most one line for each kind in LOG_INTERVAL, however many come.
 
-    The first one that protected mode refuses is a warning.
+    The first one of each kind that protected mode refuses is a warning.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class RejectionLog:
         if now - self._last.get(kind, -LOG_INTERVAL) < LOG_INTERVAL:
             self._unlogged[kind] = self._unlogged.get(kind, 0) + 1
             return
-        level = logging.WARNING if kind == PROTECTED and kind not in self._last else logging.INFO
+        level = logging.WARNING if kind in PROTECTED and kind not in self._last else logging.INFO
         self._last[kind] = now
         more = self._unlogged.pop(kind, 0)
         others = f" (and {more} others since the last such line)" if more else ""
@@ -308,7 +308,7 @@ class Acceptor:
             answer = NO_TLS if kind is TLS_CLIENT else b""
         except ProtocolError as error:
             why = error.why if isinstance(error, Refusal) else RefusalCode.NOT_ADMITTED
-            kind, reason = PROTECTED if isinstance(error, ProtectedMode) else "refused", str(error)
+            kind, reason = error.kind if isinstance(error, ProtectedMode) else "refused", str(error)
             exchange.refuse(reason, why)
         except ssl.SSLError as error:
             kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
@@ -354,7 +354,7 @@ class Acceptor:
         handshake.set_addresses(stream)
         if options.ssl_context is not None:
             await stream.start_tls(options.ssl_context, is_client=False, server_hostname=None)
-        exchange.protected = not options.lets_in(stream)
+        exchange.protected = await options.refusal_of(stream)
         opened = await handshake.next_event(stream, exchange)
         if not isinstance(opened, Opened):
             raise _gave_up(opened)
