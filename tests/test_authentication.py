@@ -239,6 +239,50 @@ async def test_strangers_do_not_shut_out_clients(
             nursery.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize("transports", ["tcp"], indirect=True)
+@pytest.mark.parametrize("tls", [False, True])
+async def test_many_sources_do_not_shut_out_slow_clients(
+    worker: ucp.Worker, certificates: Certificates, tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients of one host, which need longer than GRACE for each answer; and strangers, each from a source of its own,
+    which send one byte, and come again when their exchange is ended."""
+    monkeypatch.setattr(server_side, "MAX_EXCHANGES", 24)
+    monkeypatch.setattr(server_side, "GRACE", 0.1)
+    options: dict[str, Any] = {"authkey": KEY}
+    if tls:
+        options |= {"ssl_context": certificates.client, "server_hostname": "localhost"}
+    first = b"\x16" if tls else MAGIC[:1]
+    opened = 0
+    async with (
+        listening(worker, ssl_context=certificates.server if tls else None, authkey=KEY) as listener,
+        in_the_middle(listener.address) as proxy,
+        trio.open_nursery() as nursery,
+    ):
+        proxy.delay = 0.1
+
+        async def stranger(number: int) -> None:
+            nonlocal opened
+            while True:
+                opened += 1
+                with contextlib.suppress(OSError, trio.BrokenResourceError):
+                    async with await trio.open_tcp_stream(
+                        *listener.address, local_address=f"127.0.2.{number}"
+                    ) as stream:
+                        await stream.send_all(first)
+                        await stream.receive_some()
+                await trio.sleep(0.3)
+
+        for number in range(1, 49):
+            nursery.start_soon(stranger, number)
+        await until(lambda: listener.statistics().handshaking == 24)
+        for _ in range(3):
+            async with trio.open_nursery() as clients:
+                for _ in range(8):
+                    clients.start_soon(partial(expect_works, worker, listener, proxy.address, **options))
+        assert opened > 60
+        nursery.cancel_scope.cancel()
+
+
 async def test_client_that_hangs_up_in_the_tls_handshake(worker: ucp.Worker, certificates: Certificates) -> None:
     """As health checks do. Nobody else is affected."""
     hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc"

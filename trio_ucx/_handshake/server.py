@@ -5,8 +5,20 @@ knows the key. ``backlog`` limits the clients that were let in and whose connect
 used up, a client whose OPEN arrives waits for a place. A client that was not let in yet is a *stranger*, and does not
 count. All unfinished exchanges together are at most MAX_EXCHANGES, or as many as file descriptors allow. Further
 clients wait in the kernel's queue, until an exchange ends. The acceptor itself ends exchanges of idle strangers: they
-were accepted more than GRACE seconds ago, and have sent nothing that we have not read. It takes them from the source
-with the most strangers: first those that have never sent anything, the oldest first.
+were accepted more than GRACE seconds ago, and have sent nothing that we have not read.
+
+Which strangers lose their place. A stranger is *answered* once its first message has arrived and is right: the preamble
+or, with TLS, the ClientHello. Strangers are ranked: those that are not answered come before those that are, then those
+of the sources with the most strangers come first, then the oldest. Only strangers in the first half of this ranking
+lose their place. Two promises follow:
+
+* While at least half of the strangers are not answered, no answered one loses its place, however long it takes, and
+  however many sources the others have.
+* There is room for new clients, unless more than MAX_EXCHANGES / 2 strangers come in each GRACE: GRACE seconds after
+  they came, all in the first half are idle.
+
+Not promised: the first message is no secret. Attackers who send it from many sources, and so hold more than half of the
+places, can end the exchanges of clients that take longer than GRACE, first those of a host with several.
 """
 
 from __future__ import annotations
@@ -58,7 +70,7 @@ logger = logging.getLogger("trio_ucx")
 #: Unfinished exchanges at one listener.
 MAX_EXCHANGES = 1024
 #: Seconds after which the exchange of an idle stranger may end. Honest clients send as soon as they are connected, and
-#: as soon as they get an answer. Strangers keep them out only if more than MAX_EXCHANGES of them come in each GRACE.
+#: as soon as they get an answer.
 GRACE = 0.5
 #: Seconds between two checks whether there is room.
 ROOM_PAUSE = 0.02
@@ -135,6 +147,11 @@ class Client:
     def has_sent(self) -> bool:
         """Whether it has sent anything."""
         return self.stream.peer_has_sent
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its first message has arrived and is right."""
+        return self.stream.has_answered
 
     @property
     def is_idle(self) -> bool:
@@ -242,14 +259,12 @@ class Acceptor:
         return not self._clients or (len(self._clients) < MAX_EXCHANGES and descriptors.are_left(count))
 
     def _end_idle_exchanges(self) -> bool:
-        """Ends a few exchanges of idle strangers, of the source with the most strangers; returns whether any."""
+        """Ends a few exchanges of idle strangers in the first half of the ranking; returns whether any."""
         strangers = [client for client in self._clients if not client.is_let_in]
         counts = Counter(client.source for client in strangers)
-        most = max(counts.values(), default=0)
-        worst = sorted(
-            (client for client in strangers if counts[client.source] == most), key=lambda client: client.has_sent
-        )
-        idle = list(islice((client for client in worst if client.is_idle), 1 + len(self._clients) // 32))
+        strangers.sort(key=lambda client: (client.is_answered, -counts[client.source]))  # the oldest are first already
+        first_half = strangers[: (len(strangers) + 1) // 2]
+        idle = list(islice((client for client in first_half if client.is_idle), 1 + len(self._clients) // 32))
         for client in idle:
             del self._clients[client]
             client.scope.cancel()

@@ -1,6 +1,6 @@
 """Finds the user who owns the client's end of a TCP connection within this machine.
 
-The kernel is asked by netlink (``NETLINK_SOCK_DIAG``), which needs no privilege and takes some 25 microseconds, however
+The kernel is asked by netlink (``NETLINK_SOCK_DIAG``), which needs no privilege and takes some 50 microseconds, however
 many sockets there are. Where netlink is blocked or lacks this service, ``/proc/net/tcp`` and ``tcp6`` are read. Linux
 needs 3 microseconds for each socket of the machine, closed ones included. A thread therefore reads them, for one client
 at a time, and at most MAX_SOCKETS sockets; a client that is not among them has no known owner.
