@@ -119,7 +119,8 @@ def test_a_socket_that_its_process_has_closed(source: Callable[[End, End], Socke
         client.close()
         found = source(peer, own)
         assert found is not None and found.inode == 0 and found.state != ESTABLISHED
-        assert owner(accepted) is None
+        with pytest.raises(ConnectionResetError):
+            owner(accepted)
         accepted.shutdown(socket.SHUT_WR)
         found = source(peer, own)
         assert found is None or (found.inode == 0 and found.state == TIME_WAIT)
@@ -129,7 +130,8 @@ def test_a_socket_that_its_process_has_closed(source: Callable[[End, End], Socke
 def test_a_socket_that_sends_no_more() -> None:
     with pair() as (client, accepted):
         client.shutdown(socket.SHUT_WR)
-        assert owner(accepted) is None
+        with pytest.raises(ConnectionResetError):
+            owner(accepted)
 
 
 @pytest.mark.usefixtures("source")
@@ -167,7 +169,8 @@ def test_a_client_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
             return SocketRecord(ESTABLISHED, 0, 7)
 
         monkeypatch.setattr(socket_owner, "ask_netlink", ask)
-        assert owner(accepted) is None
+        with pytest.raises(ConnectionResetError):
+            owner(accepted)
 
 
 def test_a_kernel_without_the_service(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,8 @@ async def open_ucx_listeners(
         if ssl_context is not None and path is None and not exchange_options.keeps_strangers_out and not allow_anyone:
             logger.warning(
                 "the listener at %s lets in only clients of its own user, on its own machine (protected mode): its "
-                "ssl_context requires no certificates. Set its verify_mode to ssl.CERT_REQUIRED, or use authkey= or allow_anyone=True",
+                "ssl_context requires no certificates. Set its verify_mode to ssl.CERT_REQUIRED, or use authkey= or "
+                "allow_anyone=True",
                 " and ".join(format_address(listener.address) for listener in listeners),
             )
     except BaseException:

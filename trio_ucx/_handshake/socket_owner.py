@@ -156,21 +156,24 @@ def has_all_uids(uid_map: str) -> bool:
 async def owner_of_peer(control: trio.socket.SocketType) -> int | None:
     """Returns the uid of the user who owns the peer's end of a TCP connection within this machine.
 
-    Returns None if it is not known, or if the peer's end is not open any more.
+    Returns None if the kernel does not say.
 
     Raises:
-        OSError: our end is not connected any more.
+        OSError: the peer has ended the connection, or will send nothing more.
     """
     peer, own = End.of(control.getpeername()), End.of(control.getsockname())
-    record = await _find(peer, own) if _is_connected(control) else None
-    if record is None or record.state != _ESTABLISHED or not record.inode or not _is_connected(control):
+    _check_connected(control)
+    record = await _find(peer, own)
+    _check_connected(control)
+    if record is None or record.state != _ESTABLISHED or not record.inode or not _is_known(record.uid):
         return None
-    return record.uid if _is_known(record.uid) else None
+    return record.uid
 
 
-def _is_connected(control: trio.socket.SocketType) -> bool:
-    """True if neither side has closed its end, as far as our kernel knows."""
-    return control.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+def _check_connected(control: trio.socket.SocketType) -> None:
+    """Refuses a connection that has ended in either direction, as far as our kernel knows."""
+    if control.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED:
+        raise ConnectionResetError(errno.ECONNRESET, "it has ended the connection")
 
 
 async def _find(local: End, remote: End) -> SocketRecord | None:
