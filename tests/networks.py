@@ -9,6 +9,7 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -124,6 +125,14 @@ def unshare(*kinds: str) -> Sequence[str]:
     if "pid" in kinds:
         command += ["--fork", "--kill-child", "--mount-proc"]
     need(*command, "true", why=f"namespaces ({', '.join(kinds)})")
+    return command
+
+
+def as_user(uid: int) -> Sequence[str]:
+    """What runs a command as another user. Skips the test where that cannot be had."""
+    capabilities = ["--inh-caps=+net_admin", "--ambient-caps=+net_admin"]  # some kernels demand it for a socket filter
+    command = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", *capabilities]
+    need(*command, sys.executable, "-c", "import trio_ucx", why="tests as another user, who can read this Python,")
     return command
 
 

@@ -294,7 +294,7 @@ async def test_unknown_layout_of_our_own(caplog: pytest.LogCaptureFixture) -> No
             assert {each.name for each in endpoint.transports} == {"tcp"}
         endpoint.abort()
         worker.admit("0.0.0.0/0", "::/0")
-        with pytest.raises(ValueError, match="cannot read this worker's UCX address .unknown layout"):
+        with pytest.raises(PermissionError, match="cannot read this UCX's worker address .unknown layout"):
             await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
 
 
