@@ -293,6 +293,9 @@ WITH_KEY = {
 }
 
 
+GOOD_BODIES = [*BODIES.values(), *WITH_KEY.values()]
+
+
 def body_of(kind: Kind, key: bytes | None) -> bytes:
     return WITH_KEY[kind] if key is None and kind in WITH_KEY else BODIES[kind]
 
@@ -579,7 +582,7 @@ def test_random_bytes(data: bytes, cuts: list[int], is_client: bool, preamble: b
     frames=st.lists(
         st.tuples(
             st.sampled_from(list(Kind)),
-            st.sampled_from([*BODIES.values(), *WITH_KEY.values()]) | st.binary(max_size=200),
+            st.sampled_from(GOOD_BODIES) | st.binary(max_size=200),
         ),
         max_size=8,
     ),
