@@ -822,10 +822,13 @@ async def visitor(options: dict[str, Any], sizes: list[int]) -> None:
 
 
 @role
-async def visiting_until_told(config: dict[str, str]) -> None:
+async def visiting_until_told(config: dict[str, str], options: dict[str, Any]) -> None:
     """Connects to the address that the test sends, and reports its transports. When told, exchanges another message."""
-    address = tuple(await ask())
-    async with ucp.open_worker(config=config) as worker, trio_ucx.connect(address, worker=worker) as connection:
+    address, options = tuple(await ask()), with_authkey(options)
+    async with (
+        ucp.open_worker(config=config) as worker,
+        trio_ucx.connect(address, worker=worker, **options) as connection,
+    ):
 
         async def exchange() -> None:
             await connection.send(b"hello")

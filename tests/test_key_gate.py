@@ -618,7 +618,7 @@ async def test_strangers_on_other_hosts_and_of_other_users() -> None:
         await network.ready()
         async with (
             open_peer("host", ["0.0.0.0"], {}, under=serving.under) as server,
-            open_peer("visiting_until_told", {"NET_DEVICES": "eth"}, under=friend.under) as client,
+            open_peer("visiting_until_told", {"NET_DEVICES": "eth"}, {}, under=friend.under) as client,
         ):
             [control] = await server.hear()
             ports = {host: (host, port) for host, port in listening(server.process.pid) if port != control[1]}
@@ -645,6 +645,41 @@ async def test_strangers_on_other_hosts_and_of_other_users() -> None:
             await client.tell()
             assert await client.hear(40) == ["still connected"]
             await attack()
+            await server.tell()
+            await server.hear()
+
+
+async def test_a_relay_of_the_exchange() -> None:
+    """A stranger who relays an authenticated exchange learns no key, and reaches the data ports of neither side."""
+    options = {"authkey": "sixteen letters!"}
+    with open_network() as network:
+        serving, friend, stranger = network.host(), network.host(), network.host()
+        network.cable((serving, "direct", "10.213.1.1/24"), (friend, "direct", "10.213.1.2/24"))
+        network.cable((serving, "relay", "10.213.2.1/24"), (stranger, "one", "10.213.2.2/24"))
+        network.cable((friend, "relay", "10.213.3.1/24"), (stranger, "two", "10.213.3.2/24"))
+        await network.ready()
+        direct = {"UCX_NET_DEVICES": "direct"}
+        async with (
+            open_peer("host", ["0.0.0.0"], options, under=serving.under, **direct) as server,
+            open_peer("forwarder", "10.213.3.2", under=stranger.under) as relay,
+            open_peer("visiting_until_told", {"NET_DEVICES": "direct"}, options, under=friend.under) as client,
+        ):
+            [control] = await server.hear()
+            await relay.tell(["10.213.2.1", control[1]])
+            await client.tell(await relay.hear())
+            assert await client.hear(40) == ["connected", ["tcp"]]
+            stranger.ip("route", "add", "10.213.1.1/32", "via", "10.213.2.1")
+            stranger.ip("route", "add", "10.213.1.2/32", "via", "10.213.3.1")
+            ports = [port for port in listening(server.process.pid) if port[1] != control[1]]
+            ports += [port for port in listening(client.process.pid) if port[0] == "10.213.1.2"]
+            assert len(ports) == 2
+            for port in ports:
+                for data in (FATAL, new_key() + FATAL):
+                    assert await knock(stranger.under, port, data) == "closed"
+            await client.tell()
+            assert await client.hear(40) == ["still connected"]
+            await relay.tell()
+            assert await relay.hear() > 0
             await server.tell()
             await server.hear()
 

@@ -241,14 +241,6 @@ def _address(name: object) -> Address:
     return (f"unix:{name}", 0) if isinstance(name, str) and name else None
 
 
-def ip_of(address: Address) -> str | None:
-    """The IP address, with IPv4-mapped addresses as IPv4; None for a Unix socket."""
-    if address is None or address[0].startswith("unix:"):
-        return None
-    host = address[0].partition("%")[0]
-    return host.removeprefix("::ffff:") if "." in host else host
-
-
 def source_of(control: trio.socket.SocketType) -> bytes | int:
     """The source of a client: its IPv4 address, its IPv6 /64 network, or its user."""
     if control.family == socket.AF_UNIX:

@@ -53,14 +53,14 @@ struct tu_gate {
     unsigned lowest, highest;  /* TCP_PORT_RANGE; 0: any */
     bool ready;                /* UCX's worker was created */
     bool used_up;              /* no port of the range was free */
-    bool lost;                 /* UCX has stopped listening at a port */
+    bool lost;                 /* UCX has stopped listening at a port; its thread may write this */
     unsigned count;
     port_t ports[TU_DATA_PORTS];
     tu_list_t pairs;
     tu_pair_t *own;            /* for hosts that no pair is for; NULL: connect to no such host */
     network_t *networks;       /* hosts that need no key */
     size_t network_count;
-    uint64_t strangers;        /* connections that were closed */
+    uint64_t strangers;        /* connections that were closed; UCX's thread writes this */
     uint64_t logged;           /* of them */
     uint64_t next_log;
 };
@@ -318,7 +318,9 @@ static void forget(int fd)
     __atomic_store_n(&watched[fd], NULL, __ATOMIC_RELEASE);
     if (old->gate != NULL) {
         old->gate->ports[old->port].fd = -1;
-        old->gate->lost                = old->gate->lost || old->gate->ready;
+        if (old->gate->ready) {
+            __atomic_store_n(&old->gate->lost, true, __ATOMIC_RELAXED);
+        }
     }
     explicit_bzero(old, sizeof(*old));
     free(old);
@@ -434,7 +436,7 @@ static void log_stranger(tu_gate_t *gate, const struct sockaddr_storage *from)
     char text[256];
     unsigned port;
 
-    gate->strangers++;
+    __atomic_store_n(&gate->strangers, gate->strangers + 1, __ATOMIC_RELAXED);
     if (now < gate->next_log) {
         return;
     }
@@ -682,10 +684,10 @@ bool tu_gate_port(tu_worker_t *worker, unsigned number, tu_address_t *out)
 /* True if UCX has stopped listening at a port: it does so for good when accept fails for lack of descriptors. */
 bool tu_gate_lost(tu_worker_t *worker)
 {
-    return worker->gate->lost;
+    return __atomic_load_n(&worker->gate->lost, __ATOMIC_RELAXED);
 }
 
 uint64_t tu_gate_strangers(const tu_gate_t *gate)
 {
-    return gate->strangers;
+    return __atomic_load_n(&gate->strangers, __ATOMIC_RELAXED);
 }
