@@ -1,0 +1,60 @@
+"""Programs run without privileges: as ordinary users, in containers, with little shared memory or few descriptors."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from environments import ENVIRONMENTS, ROOT, Environment
+from test_docs import programs
+
+PROGRAMS = Path(__file__).parent / "unprivileged_programs.py"
+PYTHON = [sys.executable, "-W", "error"]
+PERF = [*PYTHON, "-m", "trio_ucx", "perf", "--sizes", "8", "--seconds", "0.1"]
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+
+in_each_environment = pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda each: each.name.replace("/", "_"))
+
+
+@in_each_environment
+def test_environment_is_what_it_is_called(environment: Environment) -> None:
+    environment.check()
+
+
+@in_each_environment
+def test_program_of_the_readme(environment: Environment) -> None:
+    [program] = programs("README.md")
+    assert environment.run([*PYTHON, "-c", program]) == "b'reward'\n"
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("transports", ["all", "tcp"])
+@in_each_environment
+def test_perf(environment: Environment, transports: str) -> None:
+    output = environment.run(PERF, **({} if transports == "all" else {"UCX_TLS": transports}))
+    assert "data verified" in output
+    assert f"transports: {'tcp' if transports == 'tcp' else 'sysv'}" in output
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["pairs", "unix_listener", "two_ranks"])
+@in_each_environment
+def test_program(environment: Environment, name: str) -> None:
+    environment.run([*PYTHON, str(PROGRAMS), name])
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("example", EXAMPLES)
+@in_each_environment
+def test_example(environment: Environment, example: str) -> None:
+    if example == "beside_mpi":
+        if importlib.util.find_spec("mpi4py") is None:
+            pytest.skip("mpi4py is not installed")
+        if shutil.which("mpirun", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}") is None:
+            pytest.skip("there is no mpirun")
+    environment.run([*PYTHON, str(PROGRAMS), f"example_{example}"])
