@@ -38,6 +38,7 @@ class Environment:
 
     Attributes:
         enter: what goes before a command to run it there. Skips the test where that is impossible.
+        of_root: whether only root can be there.
         holds: what is true of a process there, as ``restrict.describe`` describes it; besides ``powerless``.
         variables: environment variables that are part of it.
         powerless: whether a process there has no capabilities, and cannot get any.
@@ -48,6 +49,7 @@ class Environment:
     holds: Callable[[dict[str, Any]], bool]
     variables: Mapping[str, str] = attrs.field(factory=dict)
     powerless: bool = True
+    of_root: bool = False
 
     def run(self, command: Sequence[str], **variables: str) -> str:
         """Runs a command there; returns its output. Fails the test if the command fails, or does not end."""
@@ -134,8 +136,12 @@ def with_ptrace_scope() -> Sequence[str]:
 
 
 ENVIRONMENTS = [
-    Environment("without capabilities", without_capabilities, lambda seen: seen["no_new_privs"] == 0),
-    Environment("as an ordinary user", as_ordinary_user, lambda seen: seen["user"] == (os.geteuid() or NOBODY)),
+    Environment("as root without capabilities", without_capabilities, lambda seen: seen["user"] == 0, of_root=True),
+    Environment(
+        "as an ordinary user without capabilities",
+        as_ordinary_user,
+        lambda seen: seen["user"] == (os.geteuid() or NOBODY),
+    ),
     Environment(
         "with ptrace_scope 1",
         with_ptrace_scope,

@@ -25,10 +25,13 @@ def run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, timeout=60, text=True).stdout
 
 
+#: Whether the test that runs has the marker ``root``; see ``selection.py``.
+marked_root = False
+
+
 def need(*command: str, why: str) -> None:
-    """Skips the test where a command that does nothing cannot be run under what the test needs."""
-    if os.geteuid() != 0:
-        pytest.skip(f"{why} need root")
+    """Skips the test where a command that does nothing cannot be run under what the test needs, besides root."""
+    assert marked_root, "only root can do this: mark the test with pytest.mark.root"
     if shutil.which(command[0]) is None:
         pytest.skip(f"{why} need {command[0]}")
     try:

@@ -18,7 +18,13 @@ PYTHON = [sys.executable, "-W", "error"]
 PERF = [*PYTHON, "-m", "trio_ucx", "perf", "--sizes", "8", "--seconds", "0.1"]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
-in_each_environment = pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda each: each.name.replace("/", "_"))
+in_each_environment = pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param(each, id=each.name.replace("/", "_"), marks=[pytest.mark.root] if each.of_root else [])
+        for each in ENVIRONMENTS
+    ],
+)
 
 
 @in_each_environment
