@@ -30,7 +30,7 @@ SOURCES = [
     "sockaddr.c",
     "sockets.c",
     "imports.c",
-    "data_ports.c",
+    "key_gate.c",
     "keepalive.c",
     "endpoint.c",
     "listener.c",

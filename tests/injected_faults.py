@@ -18,14 +18,14 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake.peer_description import PeerDescription
 from trio_ucx._handshake.registry import Registry
-from trio_ucx._native import lib
+from trio_ucx._native import ffi, lib
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _endpoint
 from trio_ucx.ucp._engine import identity, peer_workers, teardown
 from trio_ucx.ucp._engine.lifetime import close_now
 from trio_ucx.ucp._engine.tag_dispatch import CONNECTION_BIT
-from trio_ucx.ucp._quirks import data_ports, shared_memory, stopped_queue
-from trio_ucx.ucp._quirks.data_ports import DataPorts
+from trio_ucx.ucp._quirks import key_gate, shared_memory, stopped_queue
+from trio_ucx.ucp._quirks.key_gate import KeyGate
 from trio_ucx.ucp._status import error_from_status
 
 # ---- ends ----
@@ -151,11 +151,6 @@ def record_probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # ---- the machine ----
 
 
-def have_no_socket_filters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel does not know socket filters."""
-    monkeypatch.setattr(data_ports, "_SO_ATTACH_FILTER", 9999)
-
-
 def have_an_unknown_address_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX's worker addresses have a layout that the library does not know."""
 
@@ -167,17 +162,19 @@ def have_an_unknown_address_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def miss_where_ucx_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX calls listen() without the library's replacement."""
-    created = DataPorts.__init__
+    monkeypatch.setattr(KeyGate, "_find_ports", lambda gate: [])
 
-    def see_nothing(ports: DataPorts, found: Any, *args: Any) -> None:
-        for fd in found.fds[0 : found.count]:  # they have no filter then
-            with data_ports._borrowed(fd) as borrowed:
-                assert borrowed is not None
-                borrowed.setsockopt(socket.SOL_SOCKET, data_ports._SO_DETACH_FILTER, bytes(4))
-        found.count = 0
-        created(ports, found, *args)
 
-    monkeypatch.setattr(DataPorts, "__init__", see_nothing)
+def miss_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX's libraries call connect() in another way than the library can replace."""
+
+    class Missing(Library):
+        name = ffi.new("char[]", b"connect")
+
+        def tu_gate_missing(self) -> Any:
+            return self.name
+
+    monkeypatch.setattr(key_gate, "lib", Missing())
 
 
 def have_no_system_v(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from trio_ucx.ucp._quirks.address_layout import (
     with_uid,
     without_shared_memory,
 )
-from trio_ucx.ucp._quirks.data_ports import tcp_hosts
+from trio_ucx.ucp._quirks.key_gate import tcp_hosts
 
 #: The same with UCX_UNIFIED_MODE=y.
 UNIFIED = {

@@ -66,7 +66,7 @@ UCP = [
         *("_quirks.shared_memory", "_quirks.descriptors", "_quirks.forks", "_quirks.log"),
     ],
     ["_address", "_worker_address", "_transports"],
-    ["_quirks.data_ports"],
+    ["_quirks.key_gate"],
     ["_memory"],
     ["_attributes", "_endpoint_options", "_hints", "_context"],
     ["_engine"],

@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from samples import some_worker
 from trio_ucx import ucp
 from trio_ucx._native import ffi, lib
 from trio_ucx.ucp import Access, Status
-from trio_ucx.ucp._quirks.data_ports import DataPorts
+from trio_ucx.ucp._quirks.key_gate import KeyGate
 
 FEATURES = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM | ucp.Feature.AM | ucp.Feature.RMA | ucp.Feature.WAKEUP
 FULL = 2**64 - 1
@@ -50,10 +51,10 @@ class Side:
         assert lib.tu_context_create(*arrays, len(names), int(FEATURES), ffi.NULL, context, rejected) == Status.OK
         self.context = context[0]
         stack.callback(lib.tu_context_destroy, self.context)
-        ports = ffi.new("tu_data_ports_t *")
+        ports = ffi.new("tu_port_range_t *")
         assert lib.tu_worker_create(self.context, ffi.NULL, 0, ports, worker) == Status.OK
-        DataPorts(ports, some_worker(), None).open_for_raw_use("this test", "0.0.0.0")
         self.worker = worker[0]
+        KeyGate(self.worker, some_worker(), None).admit([ip_network("0.0.0.0/0")])
         stack.callback(lib.tu_worker_destroy, self.worker)
         self.records = ffi.new("tu_record_t[]", 64)
         self.armed = ffi.new("int *")

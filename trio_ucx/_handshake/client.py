@@ -181,5 +181,7 @@ class Connector:
         assert isinstance(event, Welcomed), event
         handshake.description_arrived(event.peer)
         generation, greet = handshake.choose(event.standing)
+        if greet:
+            handshake.let_in(exchange.keys)
         exchange.take(generation, greet=greet)
         handshake.hand_over(stream, exchange, generation, greet=greet)

@@ -6,9 +6,13 @@
     PREAMBLE magic, version, flags, nonce    ->
                                              <-    PREAMBLE, and with an authkey PROOF
     OPEN     the client's peer description   ->
+             and key
                                              <-    WELCOME  the server's, and its standing
     TAKE     the generation of the endpoint  ->
                                             [<-    AGAIN    it cannot be used: connect from another worker]
+
+Each exchange makes a pair of keys, with which each side's UCX can connect to the other's (``ucp/_quirks/key_gate.py``).
+With an authkey both sides derive the pair from it and from the nonces. Otherwise OPEN and WELCOME contain a random key.
 
 Without an authkey the client does not wait for the server's PREAMBLE. The *standing* says which endpoints the server's
 worker has made to the client's, and the client chooses one (``ucp/_engine/peer_workers.py``); if there is none, it
@@ -31,6 +35,7 @@ import attrs
 
 from .._wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError, RefusalCode
 from ..ucp._engine.peer_workers import Standing
+from ..ucp._quirks.key_gate import KEY_SIZE, KeyPair, new_key
 from ..ucp._util import printable
 from .peer_description import PeerDescription
 
@@ -217,6 +222,9 @@ class Exchange:
         self._preamble = b""
         self._transcript = hashlib.sha256()
         self._offered: PeerDescription | None = None
+        #: The key that this side states; None if the pair is derived from the authkey.
+        self._stated_key = new_key() if authkey is None else None
+        self._keys: KeyPair | None = None
         if is_client:
             self._send_preamble()
 
@@ -244,6 +252,22 @@ class Exchange:
             frame += code
         self._out += frame
 
+    @property
+    def keys(self) -> KeyPair:
+        """The keys with which each side's UCX can connect to the other's, once the peer's description has arrived."""
+        assert self._keys is not None
+        return self._keys
+
+    def _derive_keys(self) -> None:
+        """Makes the pair from the authkey, after both preambles."""
+        if self._authkey is not None:
+            preambles = self._transcript.digest()
+            client, server = (
+                hmac.digest(self._authkey, b"trio_ucx key of the " + side + preambles, "sha256")
+                for side in (b"client ", b"server ")
+            )
+            self._keys = KeyPair(client, server) if self.is_client else KeyPair(server, client)
+
     def _code(self, from_client: bool) -> bytes:
         assert self._authkey is not None
         role = b"trio_ucx client " if from_client else b"trio_ucx server "
@@ -257,12 +281,16 @@ class Exchange:
         assert self.is_client
         self._offered = description
         if self._authkey is None:
-            self._send(Kind.OPEN, description.encode())
+            self._send_open()
+
+    def _send_open(self) -> None:
+        assert self._offered is not None
+        self._send(Kind.OPEN, (self._stated_key or b"") + self._offered.encode())
 
     def welcome(self, description: PeerDescription, standing: Standing) -> None:
         """For the server: answers OPEN."""
         numbers = _STANDING.pack(standing.made, standing.shared, standing.greeted)
-        self._send(Kind.WELCOME, numbers + description.encode())
+        self._send(Kind.WELCOME, numbers + (self._stated_key or b"") + description.encode())
         self.state = State.TAKE
 
     def take(self, generation: int, *, greet: bool) -> None:
@@ -343,6 +371,7 @@ class Exchange:
         self._transcript.update(preamble)
         if not self.is_client:
             self._send_preamble()
+        self._derive_keys()
         self.state = State.PROOF if self.is_client else State.OPEN  # so that REFUSE sends no second preamble
         if self.protected:
             raise ProtectedMode
@@ -425,8 +454,7 @@ class Exchange:
             case Kind.PROOF:
                 _expect_empty(body)
                 self.state = State.WELCOME
-                assert self._offered is not None
-                self._send(Kind.OPEN, self._offered.encode())
+                self._send_open()
                 return None
             case Kind.OPEN:
                 self.state = State.TAKE
@@ -445,6 +473,9 @@ class Exchange:
                 return Again()
 
     def _description(self, body: bytes) -> PeerDescription:
+        if self._stated_key is not None:
+            self._keys = KeyPair(self._stated_key, body[:KEY_SIZE])
+            body = body[KEY_SIZE:]
         try:
             return PeerDescription.decode(body)
         except ProtocolError as error:  # perhaps because of an unusual option: the peer should get the reason

@@ -33,6 +33,7 @@ from ..ucp._engine.peer_workers import PeerWorker, Standing
 from ..ucp._engine.share import Share
 from ..ucp._engine.waits import Signal
 from ..ucp._quirks.address_layout import is_loopback
+from ..ucp._quirks.key_gate import Admission, KeyPair
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
 from .control_sockets import ControlSocket
@@ -40,7 +41,6 @@ from .control_stream import (
     Address,
     ControlStream,
     has_route,
-    ip_of,
     leads_to_this_machine,
     local_address,
     remote_address,
@@ -137,8 +137,10 @@ class Handshake:
         #: The addresses of the control socket.
         self.local: Address = None
         self.remote: Address = None
-        #: The address that the peer's control socket comes from, if it is another machine's.
-        self._other_host: str | None = None
+        #: Whether the peer's control socket is on this machine.
+        self._is_local = True
+        #: The peer's keys in our key gate, until our endpoint gets them.
+        self._admission: Admission | None = None
 
     # ---- the exchange ----
 
@@ -181,7 +183,7 @@ class Handshake:
     def set_addresses(self, stream: ControlStream) -> None:
         """Records the addresses of the control socket."""
         self.local, self.remote = local_address(stream.socket), remote_address(stream.socket)
-        self._other_host = None if leads_to_this_machine(stream.socket) else ip_of(self.remote)
+        self._is_local = leads_to_this_machine(stream.socket)
 
     def isolate(self) -> None:
         """Moves to a worker of its own, before this side sends its peer description."""
@@ -199,11 +201,11 @@ class Handshake:
             self.id = wire.new_connection_id()
         sinks[self.id] = self
         self.registry.engine.teardown.children[self.id] = self.close
-        self._own = self.registry.description(self.id, self.options, shared_memory, self._other_host is None)
+        self._own = self.registry.description(self.id, self.options, shared_memory, self._is_local)
         return self._own
 
     def description_arrived(self, peer: PeerDescription) -> None:
-        """Chooses the transports, and lets the peer connect to our data ports.
+        """Chooses the transports.
 
         Raises:
             ProtocolError: the two descriptions make a connection impossible.
@@ -224,7 +226,19 @@ class Handshake:
             )
         self._peer_address = peer.worker if self._shared_memory else peer.worker._without_shared_memory()
         self._with_itself = peer.worker.uid == engine.identity.address.uid
-        engine.data_ports.admit_peer(peer.worker._tcp_hosts, self._other_host)
+
+    def let_in(self, keys: KeyPair) -> None:
+        """Lets the peer connect to our data ports.
+
+        Raises:
+            MemoryError: there is no memory for that.
+        """
+        self._admission = self.registry.engine.key_gate.let_in(keys)
+
+    def _end_admission(self) -> None:
+        admission, self._admission = self._admission, None
+        if admission is not None:
+            admission.end()
 
     @property
     def peer(self) -> PeerDescription:
@@ -278,12 +292,19 @@ class Handshake:
         """
         engine = self.registry.engine
         self._expect_no_more()
+        if not greet:
+            self._end_admission()  # UCX has connected the two ends already
         try:
+            if self._admission is not None:
+                self._admission.direct(self.peer.worker.tcp_addresses)
             core = connect_shared(engine, self._peer_address, None if self._with_itself else generation, self.label)
         except OSError as error:  # its message has only the worker address
             raise self._unreachable(error.errno or errno.EHOSTUNREACH) from error
         if core is None:
             raise NeedsAnotherWorker(self.label)
+        if self._admission is not None:
+            core.admissions.append(self._admission)
+            self._admission = None
         self._share = share = Share(core, self.label)
         self._greet = greet
         share.on_end = self._endpoint_ended
@@ -307,7 +328,7 @@ class Handshake:
         Raises:
             OSError: with the addresses.
         """
-        if self._shared_memory or self._other_host is None or not self.registry.engine.identity.has_only_tcp:
+        if self._shared_memory or self._is_local or not self.registry.engine.identity.has_only_tcp:
             return
         hosts = [host for host in self.peer.worker._tcp_hosts if not is_loopback(host)]
         if hosts and not any(map(has_route, hosts)):
@@ -481,6 +502,7 @@ class Handshake:
         if self.control is not None:
             contained(self.control.refuse, refused) if refused is not None else contained(self.control.abort)
         contained(self._leave_endpoint)
+        contained(self._end_admission)
         if self._peer is not None:
             contained(self._expect_no_more)
             contained(engine.tag_dispatch.forget_rendezvous, self._peer.threshold)

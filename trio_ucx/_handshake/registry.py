@@ -42,15 +42,10 @@ class Registry:
                 f"than {wire.MAX_BATCH}; here the least is {least}: the peer must know which short messages stay "
                 "with their sender"
             )
-        worker._engine.data_ports.keep_shut()
+        worker._engine.key_gate.check_shut()
         check_claim(worker._engine)
         self.worker = worker
         self.engine: Engine = worker._engine
-        if self.engine.identity.unknown_layout is not None:
-            raise ValueError(
-                "Connections need a worker whose data ports trio_ucx can protect, and it cannot read this worker's "
-                f"UCX address ({self.engine.identity.unknown_layout}): use UCX 1.13 to 1.22, without UCX_UNIFIED_MODE"
-            )
         self.control = ControlSockets(self.engine)
         self.engine.teardown.at_end[self.engine.next_id()] = self.control.close
         self.engine.tag_dispatch.claim()
@@ -69,7 +64,7 @@ class Registry:
         self.engine.check()
         for worker in (self.worker, *list(self.worker._successors.values())[-1:]):
             engine = worker._engine
-            if not engine.receive_queue.stopped and not engine.data_ports.lost and not engine.peer_workers.is_full:
+            if not engine.receive_queue.stopped and not engine.key_gate.lost and not engine.peer_workers.is_full:
                 registry = Registry.of(worker)
                 if registry not in tried:
                     return registry

@@ -374,6 +374,7 @@ class Acceptor:
             handshake.registry = self.registry.suitable()
         description = handshake.describe(options.shared_memory)
         handshake.description_arrived(opened.peer)
+        handshake.let_in(exchange.keys)
         exchange.welcome(description, handshake.standing())
         taken = await handshake.next_event(stream, exchange)
         if not isinstance(taken, Taken):

@@ -75,16 +75,16 @@ typedef struct tu_buffers {
     const tu_strided_t *strided;
 } tu_buffers_t;
 
-#define TU_DATA_PORTS 64       /* more than any machine has network devices */
+#define TU_KEY 32              /* bytes of a key that opens the ports of UCX's TCP transport */
+#define TU_DATA_PORTS 128      /* the most ports of a worker: UCX's limit for its transports */
 
-/* Where UCX listens for the TCP transport of one worker. */
-typedef struct tu_data_ports {
-    unsigned lowest, highest;  /* in: the range of ports that it may take; 0: any */
-    int error;                 /* errno of a filter that the kernel refused; 0: it refused none */
-    bool used_up;              /* whether no port was free */
-    int count;
-    int fds[TU_DATA_PORTS];
-} tu_data_ports_t;
+typedef struct tu_pair tu_pair_t;
+
+/* The range of ports that a worker's TCP transport may take; 0: any. */
+typedef struct tu_port_range {
+    unsigned lowest, highest;
+    bool used_up;              /* out: no port was free */
+} tu_port_range_t;
 
 typedef struct tu_received {
     uint64_t length;
@@ -126,6 +126,7 @@ typedef struct tu_counts {
     uint64_t polls_paid;       /* polls that found something */
     uint64_t poll_nanoseconds; /* spent polling */
     uint64_t poll_limit;       /* how long the next poll may take, in nanoseconds */
+    uint64_t strangers;        /* connections to its data ports that showed no key */
 } tu_counts_t;
 
 typedef struct tu_address {
@@ -205,7 +206,7 @@ char *tu_context_info_text(tu_context_t *context);
 void tu_text_free(char *text);
 
 /* worker.c */
-int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_data_ports_t *ports,
+int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_port_range_t *range,
                      tu_worker_t **out);
 void tu_worker_destroy(tu_worker_t *worker);
 int tu_worker_efd(tu_worker_t *worker);
@@ -221,6 +222,16 @@ unsigned tu_worker_progress(tu_worker_t *worker);
 int tu_worker_signal(tu_worker_t *worker);
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);
 int64_t tu_worker_flush(tu_worker_t *worker);
+
+/* key_gate.c */
+const char *tu_gate_missing(void);
+bool tu_gate_port(tu_worker_t *worker, unsigned number, tu_address_t *out);
+bool tu_gate_lost(tu_worker_t *worker);
+tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs);
+bool tu_gate_direct(tu_pair_t *pair, const tu_address_t *addresses, size_t count);
+void tu_gate_show_by_default(tu_pair_t *pair);
+void tu_gate_remove(tu_pair_t *pair);
+bool tu_gate_admit(tu_worker_t *worker, const tu_address_t *ip, unsigned prefix);
 
 /* adaptive_poll.c */
 void tu_poll_bound(tu_worker_t *worker, uint64_t nanoseconds);

@@ -37,6 +37,7 @@ static ucs_status_t endpoint_create(tu_endpoint_t *endpoint, ucp_ep_params_t *pa
                                     const tu_endpoint_options_t *options, tu_endpoint_t **out)
 {
     tu_worker_t *worker = endpoint->worker;
+    tu_gate_t *before;
     ucs_status_t status;
 
     params->field_mask |= UCP_EP_PARAM_FIELD_USER_DATA | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE;
@@ -51,7 +52,9 @@ static ucs_status_t endpoint_create(tu_endpoint_t *endpoint, ucp_ep_params_t *pa
         params->field_mask |= UCP_EP_PARAM_FIELD_NAME;
         params->name        = options->name;
     }
+    before = tu_gate_enter(worker->gate);
     status = ucp_ep_create(worker->worker, params, &endpoint->ep);
+    tu_gate_leave(before);
     if (status != UCS_OK) {
         tu_ring_unreserve(worker);
         free(endpoint);

@@ -32,6 +32,7 @@ typedef struct imports {
     const void *inside; /* something in the library */
     const char *name;
     const void *function;
+    bool replaced;
     ElfW(Addr) base;
     const ElfW(Sym) *symbols;
     const char *strings;
@@ -45,6 +46,7 @@ static void replace_imports(imports_t *imports, ElfW(Addr) table, size_t size)
         if (IS_IMPORT(ELF64_R_TYPE(entry[i].r_info)) &&
             strcmp(imports->strings + imports->symbols[ELF64_R_SYM(entry[i].r_info)].st_name, imports->name) == 0) {
             replace((void **)(imports->base + entry[i].r_offset), imports->function);
+            imports->replaced = true;
         }
     }
 }
@@ -98,10 +100,11 @@ static int visit(struct dl_phdr_info *object, size_t size, void *arg)
 }
 
 /* Lets the library that contains `inside` call `function` wherever it calls the function of this name in another object
- * file. Without such an import nothing happens. */
-void tu_replace_import(const void *inside, const char *name, const void *function)
+ * file. Returns false if it has no such import. */
+bool tu_replace_import(const void *inside, const char *name, const void *function)
 {
     imports_t imports = {.inside = inside, .name = name, .function = function};
 
     dl_iterate_phdr(visit, &imports);
+    return imports.replaced;
 }

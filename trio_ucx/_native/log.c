@@ -187,6 +187,16 @@ static ucs_log_func_rc_t log_line(const char *file, unsigned number, const char 
     return UCS_LOG_FUNC_RC_STOP;
 }
 
+void tu_log_info(const char *file, unsigned number, const char *function, const char *text)
+{
+    const tu_log_line_t line = {
+        .level = UCS_LOG_LEVEL_INFO, .number = number, .file = file, .function = function, .text = (char *)(uintptr_t)text};
+
+    pthread_mutex_lock(&self.mutex);
+    (void)keep(&line);
+    pthread_mutex_unlock(&self.mutex);
+}
+
 /* In a forked child only the thread exists that forked. */
 static void after_fork(void)
 {

@@ -8,8 +8,8 @@
  * and each queue of active messages. So a callback never has to allocate. A callback for which nothing can be reserved,
  * such as a stranger's connection request, uses the ring's slack, and refuses the request when there is none.
  *
- * One thread uses a worker and everything that belongs to it. Python checks that; the C code does not. Only log.c and
- * what the headers of extensions name are shared by threads, and they have locks.
+ * One thread uses a worker and everything that belongs to it. Python checks that; the C code does not. Only log.c,
+ * key_gate.c and what the headers of extensions name are shared by threads, and they have locks.
  *
  * Ownership of memory
  *
@@ -31,6 +31,9 @@
  *                               _to_worker,             error handling it goes to      without error handling until the
  *                               _from_request           worker->closed and is freed    worker is destroyed
  *                                                       by tu_worker_destroy
+ *   tu_gate_t                   tu_worker_create        tu_worker_destroy              no
+ *   tu_pair_t                   tu_gate_add             tu_gate_remove,                no
+ *                                                       tu_worker_destroy
  *   tu_listener_t               tu_listener_create      tu_listener_destroy            as the argument of callbacks
  *   tu_am_queue_t               tu_am_open              tu_am_close                    as the argument of callbacks
  *   tu_am_message_t             the callback of its     tu_am_close while it is        no; its data, unless copied,
@@ -77,10 +80,23 @@ static inline uint64_t tu_now(void)
     return (uint64_t)time.tv_sec * 1000000000u + (uint64_t)time.tv_nsec;
 }
 
-/* ---- the ports of UCX's TCP transport (data_ports.c) ---- */
+/* ---- the key gate (key_gate.c) ---- */
 
-void tu_data_ports_begin(tu_data_ports_t *ports);
-void tu_data_ports_end(void);
+typedef struct tu_gate tu_gate_t;
+
+/* Returns NULL if there is no memory. */
+tu_gate_t *tu_gate_create(const tu_port_range_t *range);
+bool tu_gate_ready(tu_gate_t *gate);
+void tu_gate_destroy(tu_gate_t *gate);
+/* Around each call of UCX in which it may listen or connect. */
+tu_gate_t *tu_gate_enter(tu_gate_t *gate);
+void tu_gate_leave(tu_gate_t *before);
+uint64_t tu_gate_strangers(const tu_gate_t *gate);
+
+/* ---- UCX's log (log.c) ---- */
+
+/* Logs a line of ours beside UCX's, in any thread. */
+void tu_log_info(const char *file, unsigned number, const char *function, const char *text);
 
 /* ---- UCX's keepalive (keepalive.c) ---- */
 
@@ -89,7 +105,8 @@ void tu_keepalive_guard(void);
 
 /* ---- import tables (imports.c) ---- */
 
-void tu_replace_import(const void *inside, const char *name, const void *function);
+/* Returns false if the library does not import the function. */
+bool tu_replace_import(const void *inside, const char *name, const void *function);
 
 /* ---- allocating (library.c) ----
  *
@@ -210,6 +227,7 @@ typedef struct tu_pace tu_pace_t;
 struct tu_worker {
     ucp_worker_h worker;
     const tu_context_t *context;
+    tu_gate_t *gate;
     int efd;
     bool knows_user_data;      /* UCX 1.18 can be asked for an endpoint's user data */
     bool loses_info;           /* UCX 1.13 does not say what was received when a receive completes at once */

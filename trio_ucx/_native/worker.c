@@ -20,6 +20,7 @@ static void worker_free(tu_worker_t *worker)
     tu_endpoint_t *endpoint;
     int i;
 
+    tu_gate_destroy(worker->gate);
     tu_long_worker_destroyed(worker);
     tu_operations_free(worker);
     for (i = TU_EXTENSION_COUNT; i-- > 0;) {
@@ -38,13 +39,16 @@ static void worker_free(tu_worker_t *worker)
 
 void tu_worker_destroy(tu_worker_t *worker)
 {
+    tu_gate_t *before = tu_gate_enter(worker->gate);
+
     tu_sockets_make_room(worker->efd);
     ucp_worker_destroy(worker->worker);
+    tu_gate_leave(before);
     worker_free(worker);
 }
 
 /* Allocates everything but UCX's worker. */
-static tu_worker_t *worker_allocate(tu_context_t *context)
+static tu_worker_t *worker_allocate(tu_context_t *context, const tu_port_range_t *range)
 {
     tu_worker_t *worker = tu_calloc(1, sizeof(*worker));
 
@@ -59,7 +63,8 @@ static tu_worker_t *worker_allocate(tu_context_t *context)
     tu_long_open(worker);
     tu_list_init(&worker->endpoints);
     tu_list_init(&worker->closed);
-    if (!tu_ring_create(worker)) {
+    worker->gate = tu_gate_create(range);
+    if (worker->gate == NULL || !tu_ring_create(worker)) {
         worker_free(worker);
         return NULL;
     }
@@ -67,13 +72,14 @@ static tu_worker_t *worker_allocate(tu_context_t *context)
 }
 
 /* Creates UCX's worker, and asks what the rest needs to know of it. */
-static ucs_status_t worker_create_ucx(tu_worker_t *worker, const char *name, uint64_t client_id, tu_data_ports_t *ports)
+static ucs_status_t worker_create_ucx(tu_worker_t *worker, const char *name, uint64_t client_id, tu_port_range_t *range)
 {
     ucp_worker_params_t params = {
         .field_mask  = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
         .thread_mode = UCS_THREAD_MODE_SINGLE,
     };
     ucp_context_attr_t attr = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
+    tu_gate_t *before;
     ucs_status_t status;
 
     if (name != NULL) {
@@ -88,9 +94,10 @@ static ucs_status_t worker_create_ucx(tu_worker_t *worker, const char *name, uin
         worker->memory_types = attr.memory_types;
     }
     tu_keepalive_guard();
-    tu_data_ports_begin(ports);
+    before = tu_gate_enter(worker->gate);
     status = ucp_worker_create(worker->context->context, &params, &worker->worker);
-    tu_data_ports_end();
+    tu_gate_leave(before);
+    range->used_up = tu_gate_ready(worker->gate);
     if (status != UCS_OK) {
         worker->worker = NULL;
         return status;
@@ -103,17 +110,17 @@ static ucs_status_t worker_create_ucx(tu_worker_t *worker, const char *name, uin
 }
 
 /* A client id of 0 means none. */
-int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_data_ports_t *ports,
+int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_port_range_t *range,
                      tu_worker_t **out)
 {
-    tu_worker_t *worker = worker_allocate(context);
+    tu_worker_t *worker = worker_allocate(context, range);
     ucs_status_t status;
     int i;
 
     if (worker == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    status = worker_create_ucx(worker, name, client_id, ports);
+    status = worker_create_ucx(worker, name, client_id, range);
     for (i = 0; i < TU_EXTENSION_COUNT && status == UCS_OK; i++) {
         status = extensions[i]->open(worker);
     }
@@ -266,8 +273,10 @@ void tu_extensions_closing(tu_endpoint_t *endpoint)
 
 unsigned tu_worker_progress(tu_worker_t *worker)
 {
-    unsigned moved = ucp_worker_progress(worker->worker);
+    tu_gate_t *before = tu_gate_enter(worker->gate);
+    unsigned moved    = ucp_worker_progress(worker->worker);
 
+    tu_gate_leave(before);
     worker->counts.progress_calls++;
     if (worker->streams) {
         tu_stream_collect(worker); /* now: a later progress may find that a peer has gone, and drop its data */
@@ -353,6 +362,7 @@ void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out)
 {
     *out            = worker->counts;
     out->poll_limit = worker->poll.limit;
+    out->strangers  = tu_gate_strangers(worker->gate);
 }
 
 int64_t tu_worker_flush(tu_worker_t *worker)

@@ -57,7 +57,16 @@ def connect_worker(
     engine: Engine, address: WorkerAddress, options: EndpointOptions = endpoint_options.DEFAULT
 ) -> EndpointCore:
     """A raw endpoint, which notices by itself that its peer's process died."""
-    core = _make_to_worker(engine, _usable_part(engine, address, options), options, repr(address))
+    usable = _usable_part(engine, address, options)
+    admission = engine.key_gate.let_in_holder(usable)
+    try:
+        core = _make_to_worker(engine, usable, options, repr(address))
+    except BaseException:
+        if admission is not None:
+            admission.end()
+        raise
+    if admission is not None:
+        core.admissions.append(admission)
     try:
         core.watch_process()
     except OSError:

@@ -240,6 +240,7 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
                 (``statistics().stopped_queues``): accept on another worker.
             OSError: the client went away meanwhile, has no transport in common, or another release of UCX; too few file
                 descriptors are left (EMFILE), or there is no memory for it (ENOMEM): the request can still be answered.
+            PermissionError: the client's host is not admitted there without a key: see :meth:`Worker.admit`.
             TypeError, ValueError: a wrong argument; a worker of another context.
             NotImplementedError: this UCX does not know the ``error_mode``.
         """
@@ -254,8 +255,8 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
         doing = f"accepting {format_address(self.client_address)}"
         check_queue(target._engine, doing)
         descriptors.require(descriptors.ENDPOINT, doing)
+        target._engine.key_gate.check_admitted([self.client_address[0]])
         request = self._take()
-        target._engine.data_ports.open_for_raw_use("a raw client was accepted", self.client_address[0])
         self._core.unanswered.discard(request)
         answered = ffi.new("bool *")
         try:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from ipaddress import ip_network
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
@@ -29,7 +28,7 @@ from ._engine.waits import check_spin, check_yield_interval
 from ._features import DEFAULT_FEATURES, Feature
 from ._listener import ListenerCore, RawListener, check_port
 from ._memory.buffers import WritableBuffer
-from ._quirks.data_ports import tcp_hosts
+from ._quirks.key_gate import parse_networks
 from ._quirks.stopped_queue import WatchedQueue, check_queue, uses_queue
 from ._requests import RequestGroup, open_group
 from ._status import MessageTooLong, Status, UCXError
@@ -126,7 +125,7 @@ class Worker(metaclass=OpenedNotConstructed):
     def _open_beside(self, kind: dict[int, Worker]) -> Worker:
         worker = Worker._open(self._context, None, **self._waiting_options)  # type: ignore[arg-type]
         worker._engine.receive_queue.counters = self._engine.counters
-        worker._engine.data_ports.admit(self._engine.data_ports.networks)
+        worker._engine.key_gate.admit(self._engine.key_gate.networks)
         id = self._engine.next_id()
         kind[id] = worker
         self._engine.teardown.children[id] = partial(close_now, worker._engine)
@@ -156,42 +155,32 @@ class Worker(metaclass=OpenedNotConstructed):
     def address(self) -> WorkerAddress:
         """Where peers can reach it without a listener (``ucp_worker_query``).
 
-        Over TCP, peers on other hosts reach the worker only when :meth:`admit` lets them.
+        It contains keys. Whoever has the address can connect over TCP, and can take over this process: give it to peers
+        only. The keys are made when a program first asks for the address, and are valid until the worker is closed.
         """
-        return self._engine.identity.address
+        return self._engine.key_gate.public_address
 
     def admit(self, *networks: str) -> None:
-        """Lets the hosts of some networks reach the worker's TCP ports, for raw endpoints from and to them.
+        """Lets the hosts of some networks reach the worker over TCP without a key: for UCP programs without trio_ucx.
 
-        UCX listens at these ports and trusts everything that comes: a host that reaches them can take over this
-        process.
-
-        * A worker with Connections admits this machine, the peers of its Connections, and the networks named here. So
-          do the workers that are opened for it, such as those of ``isolate=True``.
-        * A worker without Connections admits every host from its first raw endpoint to another host, or its first raw
-          listener, on. If ``admit`` was called before, it admits only this machine and the networks named.
-        * A worker that has opened neither admits this machine and the networks named: call ``admit`` for peers on
-          other hosts that are to reach its :attr:`address`.
-
-        Where the kernel cannot keep strangers away from the ports, Connections need a worker with ``admit("0.0.0.0/0",
-        "::/0")``, which admits every host. What is admitted is logged (logger ``trio_ucx``, WARNING).
+        Connections, and raw endpoints between workers of trio_ucx, do not need this. Every process on these hosts,
+        whoever's it is, can take over this one. A network with an address of this machine ("127.0.0.1") means all its
+        addresses. The workers that are opened for this one, such as those of ``isolate=True``, admit the same networks.
+        What is admitted is logged (logger ``trio_ucx``, WARNING), and stays admitted.
 
         Args:
-            networks: IP addresses ("10.0.0.7") and networks ("10.0.0.0/8"), at most 50 in all.
+            networks: IP addresses ("10.0.0.7") and networks ("10.0.0.0/8").
 
         Raises:
-            TypeError, ValueError: not such text; too many networks.
-            RuntimeError: every host can already reach the ports; another thread.
-            OSError: the kernel refuses the packet filter.
+            TypeError, ValueError: not such text.
+            RuntimeError: another thread.
+            MemoryError: there is no memory for that.
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
-        for network in networks:
-            if not isinstance(network, str):
-                raise TypeError(f"a network must be a str, such as '10.0.0.0/8', not {type(network).__name__}")
-        parsed = [ip_network(network) for network in networks]
+        parsed = parse_networks(networks)
         self._engine.check()
         for worker in (self, *self._successors.values(), *self._isolated.values()):
-            worker._engine.data_ports.admit(parsed)
+            worker._engine.key_gate.admit(parsed)
 
     def attributes(self) -> WorkerAttributes:
         """Returns what UCX says about it (``ucp_worker_query``).
@@ -236,6 +225,7 @@ class Worker(metaclass=OpenedNotConstructed):
         Cancellation: no endpoint is opened.
 
         Raises:
+            PermissionError: the peer has no key, and its hosts are not admitted without: see :meth:`admit`.
             OSError: unknown host; not of the worker's address family; no transport reaches the peer, or only shared
                 memory would, and the two sides cannot use that (EHOSTUNREACH); the peer has another TCP_RX_SEG_SIZE;
                 its process has ended (noticed at once over shared memory only); ``local_address`` is not ours, or of
@@ -258,8 +248,6 @@ class Worker(metaclass=OpenedNotConstructed):
             self._engine.check()
             await trio.lowlevel.checkpoint()
             self._engine.check()
-            for host in tcp_hosts(address):
-                self._open_data_ports(host)
             core = connect_worker(self._engine, address, options)
             if self._engine.receive_queue.stopped and uses_queue(core):
                 core.close()
@@ -268,7 +256,7 @@ class Worker(metaclass=OpenedNotConstructed):
             host, port = split_address(address)
             resolved = await self._resolve(host, port)
             check_queue(self._engine, f"connecting to {resolved}")
-            self._open_data_ports(resolved.ip)
+            self._engine.key_gate.check_admitted([resolved.ip])
             core = connect_socket(self._engine, resolved, options)
         return Endpoint._create(self, core, name=name)
 
@@ -285,6 +273,7 @@ class Worker(metaclass=OpenedNotConstructed):
         Cancellation: no listener is opened.
 
         Raises:
+            PermissionError: no host is admitted without a key, as the clients are: see :meth:`admit`.
             OSError: the address is in use, or not ours; unknown host; too few file descriptors are left (EMFILE).
             TypeError, ValueError: a wrong argument.
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
@@ -295,7 +284,7 @@ class Worker(metaclass=OpenedNotConstructed):
         elif not isinstance(host, str):
             raise TypeError(f"the host must be a str or None, not {type(host).__name__}")
         resolved = await self._resolve(host, port)
-        self._engine.data_ports.open_for_raw_use("a raw listener was opened", resolved.ip)
+        self._engine.key_gate.check_admits_anybody()
         return RawListener._create(self, ListenerCore(self._engine, resolved))
 
     async def _resolve(self, host: str, port: int) -> Resolved:
@@ -308,10 +297,6 @@ class Worker(metaclass=OpenedNotConstructed):
         if not usable:
             raise endpoint_options.wrong_family(resolved[0], self._context.family)
         return usable[0]
-
-    def _open_data_ports(self, host: str) -> None:
-        """Lets the peer of a raw endpoint connect back. Not before everything is checked: the ports stay open."""
-        self._engine.data_ports.open_for_raw_use(f"a raw endpoint to {host} was opened", host)
 
     # ---- tag messages ----
 
@@ -630,6 +615,7 @@ async def open_worker(
     client_id: int | None = None,
     spin: float | None = None,
     yield_interval: float = 0.0,
+    admit: Sequence[str] = (),
 ) -> AsyncIterator[Worker]:
     """Opens a worker in the current Trio run (``ucp_worker_create``); an async context manager.
 
@@ -647,6 +633,7 @@ async def open_worker(
             1. ``statistics()`` says what it did.
         yield_interval: seconds. An operation that need not wait lets other tasks run only if this has not been done for
             so long; it notices cancellation all the same. 0, the default, is Trio's rule: every operation does.
+        admit: networks whose hosts need no key: see :meth:`Worker.admit`.
 
     Cancellation: a call that was cancelled before it began opens nothing. Leaving a cancelled block closes the worker.
 
@@ -657,9 +644,11 @@ async def open_worker(
         RuntimeError: ``context`` was closed; the parent process had UCX open when it forked this one.
     """
     check_in_trio()
+    networks = parse_networks(admit)
     await trio.lowlevel.checkpoint()
     worker = Worker._open(context, config, features, keepalive_interval, name, client_id, spin, yield_interval)
     try:
+        worker._engine.key_gate.admit(networks)
         yield worker
     finally:
         await worker._aclose()

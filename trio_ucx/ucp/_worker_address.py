@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from .._native import lib
 from ._features import Feature
 from ._fields import Field, Layout
 from ._process import MAX_PID, NOBODY, Host, Process
@@ -24,7 +25,10 @@ MIN_ADDRESS, MAX_ADDRESS = 10, 48_000
 #: The greatest number of TCP addresses: UCX's limit for the transports of a worker.
 MAX_TCP_ADDRESSES = 128
 
-#: UCX's two addresses and the TCP addresses follow these fields.
+#: Bytes of the keys in a public address: the one that opens the worker's data ports, and the one that it answers.
+KEYS_SIZE = 2 * lib.TU_KEY
+
+#: UCX's two addresses, the TCP addresses and the keys follow these fields.
 LAYOUT = Layout(
     "this worker address",
     Field("the boot id", "16s"),
@@ -44,6 +48,7 @@ LAYOUT = Layout(
     Field("the length of UCX's address", "I", MIN_ADDRESS, MAX_ADDRESS),
     Field("the length of UCX's network address", "I", 0, MAX_ADDRESS),
     Field("the number of TCP addresses", "B", 0, MAX_TCP_ADDRESSES),
+    Field("the length of its keys", "B", 0, KEYS_SIZE),
 )
 #: Results for so many addresses are kept.
 _KEPT = 16
@@ -52,7 +57,7 @@ _TCP_ADDRESS = struct.Struct("<16sH")
 #: The end, in every version: magic, version, and a checksum of everything before. UCX would crash on damaged bytes, so
 #: the checksum is compared first.
 _END, _CHECKSUM = struct.Struct("<4sB"), struct.Struct("<I")
-_MAGIC, VERSION = b"TUWA", 8
+_MAGIC, VERSION = b"TUWA", 9
 
 
 @attrs.frozen(repr=False, init=False)
@@ -89,6 +94,8 @@ class WorkerAddress:
     sizes: Sizes = ()
     #: Where its TCP transport listens.
     tcp_addresses: tuple[tuple[str, int], ...] = ()
+    #: With these its holder can connect over TCP (``_quirks/key_gate.py``); empty in what Connections exchange.
+    keys: bytes = b""
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
         if not isinstance(data, (bytes, bytearray, memoryview)):
@@ -213,10 +220,12 @@ def _encode(address: WorkerAddress) -> bytes:
             len(address.ucx),
             len(address.network),
             len(address.tcp_addresses),
+            len(address.keys),
         )
         + address.ucx
         + address.network
         + b"".join(_encode_tcp_address(ip, port) for ip, port in address.tcp_addresses)
+        + address.keys
         + _END.pack(_MAGIC, VERSION)
     )
     return body + _CHECKSUM.pack(zlib.crc32(body))
@@ -247,12 +256,13 @@ def _decode(data: bytes) -> dict[str, Any]:
             f"a worker address of version {version}: this trio_ucx speaks version {VERSION}; use one release of "
             "trio_ucx on both sides"
         )
-    *values, ucx_length, network_length, tcp_count = LAYOUT.unpack(body)
+    *values, ucx_length, network_length, tcp_count, keys_length = LAYOUT.unpack(body)
     numbers, sizes = values[: -len(AGREED)], tuple(values[-len(AGREED) :])
     *process, user, ipc_namespace, network_namespace, uid, major, minor, shared_memory, kinds, features = numbers
     network_at = LAYOUT.size + ucx_length
     tcp_at = network_at + network_length
-    if len(body) != tcp_at + tcp_count * _TCP_ADDRESS.size:
+    keys_at = tcp_at + tcp_count * _TCP_ADDRESS.size
+    if len(body) != keys_at + keys_length or keys_length not in (0, KEYS_SIZE):
         raise ValueError(f"{LAYOUT.what} is damaged: its length does not match its fields")
     return {
         "ucx": body[LAYOUT.size : network_at],
@@ -264,7 +274,10 @@ def _decode(data: bytes) -> dict[str, Any]:
         "shared_memory_kinds": frozenset(kind for bit, kind in enumerate(SHARED_MEMORY) if kinds & 1 << bit),
         "features": Feature(features),
         "sizes": sizes if (major, minor) != (0, 0) else (),
-        "tcp_addresses": tuple(_decode_tcp_address(ip, port) for ip, port in _TCP_ADDRESS.iter_unpack(body[tcp_at:])),
+        "tcp_addresses": tuple(
+            _decode_tcp_address(ip, port) for ip, port in _TCP_ADDRESS.iter_unpack(body[tcp_at:keys_at])
+        ),
+        "keys": body[keys_at:],
     }
 
 

@@ -516,6 +516,8 @@ void tu_rma_unfenced(tu_worker_t *worker)
 int tu_worker_fence(tu_worker_t *worker)
 {
     tu_endpoint_t *endpoint;
+    tu_gate_t *before;
+    ucs_status_t status;
 
     TU_LIST_FOR_EACH(endpoint, &worker->endpoints, link) {
         tu_transfers_t *transfers = tu_transfers_of(endpoint);
@@ -528,7 +530,10 @@ int tu_worker_fence(tu_worker_t *worker)
         return UCS_OK;
     }
     tu_rma_of(worker)->unfenced = false;
-    return ucp_worker_fence(worker->worker);
+    before = tu_gate_enter(worker->gate);
+    status = ucp_worker_fence(worker->worker);
+    tu_gate_leave(before);
+    return status;
 }
 
 /* ---- cancelling, and the end ---- */

@@ -12,6 +12,7 @@ from ..._native import ffi, lib
 from .._contained import contained, report
 from .._live_handles import live_handles
 from .._process import NOBODY, Process
+from .._quirks.key_gate import Admission
 from .._status import Status, UCXError
 from .._util import ConflictDetector
 from .._worker_address import WorkerAddress
@@ -33,6 +34,7 @@ class EndpointCore(Scope):
 
     __slots__ = (
         "_left",
+        "admissions",
         "beside",
         "connected",
         "forcible",
@@ -65,6 +67,8 @@ class EndpointCore(Scope):
         self.connected = False
         #: UCX's endpoint, if this object was closed and UCX still has something to write.
         self._left: Any = None
+        #: The keys of its peer, which UCX may need as long as it has the endpoint.
+        self.admissions: list[Admission] = []
         engine.endpoints[id] = self
         live_handles.opened("endpoint")
 
@@ -303,6 +307,8 @@ class EndpointCore(Scope):
     def closed(self, handle: Any) -> None:
         """UCX has closed it."""
         lib.tu_endpoint_free(handle)
+        for admission in self.admissions:
+            admission.end()
         self.engine.endpoints.pop(self.id, None)
         live_handles.closed("endpoint")
 

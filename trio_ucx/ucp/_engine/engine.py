@@ -43,7 +43,7 @@ from outcome import Error
 from ..._native import ffi, lib
 from .._contained import contained, report
 from .._context import Context
-from .._quirks.data_ports import DataPorts
+from .._quirks.key_gate import KeyGate
 from .._status import Status, UCXError, broken
 from .arming import Arming, Event, Progress
 from .batches import Batches
@@ -77,7 +77,7 @@ engines: set[Engine] = set()
 def _disown() -> None:
     """In a forked child: drops the handles, because UCX's sockets and shared memory are the parent's."""
     for engine in engines:
-        engine.handle = None
+        engine.handle = engine.key_gate.handle = None
         for endpoint in engine.endpoints.values():
             endpoint.disown()
 
@@ -90,7 +90,6 @@ class Engine:
 
     Args:
         handle: UCX's worker.
-        listening: the ports of its TCP transport (``tu_data_ports_t``).
         spin, yield_interval: how tasks wait: see :func:`~trio_ucx.ucp.open_worker`.
         receive_queue: makes the watch of its queue in shared memory.
 
@@ -103,7 +102,6 @@ class Engine:
         context: Context,
         handle: Any,
         client_id: int | None,
-        listening: Any,
         spin: float,
         yield_interval: float,
         receive_queue: Callable[[Engine], ReceiveQueue],
@@ -112,7 +110,7 @@ class Engine:
         self.handle: Any = handle  # None once closed
         self.run = TrioRun(self)
         self.identity = Identity.of(handle, context, client_id)
-        self.data_ports = DataPorts(listening, self.identity.address, self.identity.unknown_layout)
+        self.key_gate = KeyGate(handle, self.identity.address, self.identity.unknown_layout)
         #: Its endpoints by worker address, for each peer worker.
         self.peer_workers: PeerWorkers = PeerWorkers(lambda: self.progress_task.safety_net.watch())
         self.endpoints: dict[int, EndpointCore] = {}

@@ -52,9 +52,9 @@ def open_engine(
         MemoryError, OSError, UCXError: UCX has no memory, there are too few descriptors left, or UCX refuses.
     """
     with context._held() as native:
-        handle, listening = _create_worker(context, native, name, client_id)
+        handle = _create_worker(context, native, name, client_id)
         try:
-            engine = Engine(context, handle, client_id, listening, spin, yield_interval, receive_queue)
+            engine = Engine(context, handle, client_id, spin, yield_interval, receive_queue)
         except BaseException:
             lib.tu_worker_destroy(handle)
             raise
@@ -69,22 +69,22 @@ def open_engine(
     return engine
 
 
-def _create_worker(context: Context, native: Any, name: str | None, client_id: int | None) -> tuple[Any, Any]:
-    """Returns UCX's worker, and where it listens (``tu_data_ports_t``)."""
+def _create_worker(context: Context, native: Any, name: str | None, client_id: int | None) -> Any:
+    """Returns UCX's worker."""
     doing = "opening a worker"
     descriptors.require(context._descriptors_per_worker, doing)
     shared_memory.check(context._options_in_force)
     out = ffi.new("tu_worker_t **")
     lowest, highest = context._tcp_port_range
-    listening = ffi.new("tu_data_ports_t *", {"lowest": lowest, "highest": highest})
-    status = lib.tu_worker_create(native, native_name(name), client_id or 0, listening, out)
-    if listening.used_up:
+    ports = ffi.new("tu_port_range_t *", {"lowest": lowest, "highest": highest})
+    status = lib.tu_worker_create(native, native_name(name), client_id or 0, ports, out)
+    if ports.used_up:
         raise _no_free_port(context)
     if status != Status.OK:
         descriptors.require(context._descriptors_per_worker, doing)  # another thread may have taken the descriptors
         creating = with_chosen_options("creating a worker", context.config)
         raise shared_memory.explain(status, creating, context._options_in_force)
-    return out[0], listening
+    return out[0]
 
 
 def _no_free_port(context: Context) -> OSError:
@@ -191,6 +191,7 @@ def _finish_close(engine: Engine) -> None:
     engine.teardown.end(engine.statistics())
     stuck = under_way(engine.in_flight.values())
     handle, engine.handle = engine.handle, None
+    engine.key_gate.handle = None
     engine.arming.end()
     engine.progress_task.close()
     live_handles.closed("worker")

@@ -35,6 +35,7 @@ class WorkerStatistics:
         background_closes: closes that go on after their task was cancelled.
         stopped_queues: times that the worker's queue in shared memory stopped, because a local peer was killed while it
             wrote to it (docs/guide.md). Queues of the workers that took over its new Connections are counted, too.
+        strangers: connections to its TCP ports that were closed, because they showed no key.
     """
 
     operations_in_flight: int
@@ -54,6 +55,7 @@ class WorkerStatistics:
     poll_limit: float
     background_closes: int
     stopped_queues: int
+    strangers: int
 
 
 def worker_statistics(engine: Engine) -> WorkerStatistics:
@@ -80,4 +82,5 @@ def worker_statistics(engine: Engine) -> WorkerStatistics:
         poll_limit=native.poll_limit / 1e9,
         background_closes=engine.run.background,
         stopped_queues=counters["stopped_queues"],
+        strangers=native.strangers,
     )

@@ -1,0 +1,734 @@
+"""The key gate: who reaches UCX's TCP ports (data ports), and to whom UCX talks.
+
+UCX trusts peers that speak its protocol (docs/guide.md, Trust); these are not tested here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import random
+import resource
+import select
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+import trio
+from attacked_server import AttackedServer, open_attacked_server
+from helpers import free_port, open_pair, open_peer, until
+from injected_faults import have_an_unknown_address_layout, miss_an_import, miss_where_ucx_listens
+from networks import Host, open_network
+from samples import some_description
+
+import trio_ucx
+from trio_ucx import ucp
+from trio_ucx._handshake.exchange import Exchange
+from trio_ucx._native import ffi, lib
+from trio_ucx.testing import internals
+from trio_ucx.ucp._engine.peer_workers import Standing
+from trio_ucx.ucp._quirks import key_gate
+from trio_ucx.ucp._quirks.key_gate import KEY_SIZE, KeyGate, KeyPair, new_key
+
+UCX_MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
+#: A connection request with the number 2**64 - 1: it ends a process whose UCX reads it (docs/ucx-reports/data_port.c).
+FATAL = UCX_MAGIC + struct.pack("<BIIBQHH12x", 32, 29, 1, 0, 2**64 - 1, socket.AF_INET, 9)
+LISTENS = "0A"
+TCP = {"TLS": "tcp"}
+THIS_MACHINE = ["127.0.0.1"]
+assert len(FATAL) == 42
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Where a process listens, in whatever network namespace: IPv4 only."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(entry))
+    found = set()
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *_, inode = line.split()[:10]
+        if state == LISTENS and f"socket:[{inode}]" in inodes:
+            host, port = local.split(":")
+            found.add((socket.inet_ntoa(struct.pack("=I", int(host, 16))), int(port, 16)))
+    return found
+
+
+# ---- what does not speak UCX's protocol ----
+
+
+def begin(address: tuple[str, int], data: bytes = b"", timeout: float = 60) -> socket.socket:
+    connection = socket.create_connection(address, timeout=timeout)
+    with contextlib.suppress(ConnectionError):  # the gate may have closed it
+        connection.sendall(data)
+    return connection
+
+
+def half_open(address: tuple[str, int]) -> Iterator[socket.socket]:
+    for number in range(2000):
+        yield begin(address, UCX_MAGIC[: number % 8])
+
+
+def noise(address: tuple[str, int]) -> Iterator[socket.socket]:
+    dice = random.Random(1)
+    openings = [b"GET / HTTP/1.1\r\n\r\n", bytes(8), b"\xff" * 8, UCX_MAGIC[:7] + b"\0", UCX_MAGIC[::-1]]
+    for number in range(500):
+        yield begin(address, [*openings, dice.randbytes(8)][number % 6] + dice.randbytes(dice.randrange(5000)))
+
+
+def fatal(address: tuple[str, int]) -> Iterator[socket.socket]:
+    for number in range(500):
+        yield begin(address, [FATAL, new_key() + FATAL, bytes(KEY_SIZE) + FATAL][number % 3])
+
+
+def come_and_go(address: tuple[str, int]) -> Iterator[socket.socket]:
+    for _ in range(3000):
+        begin(address).close()
+    yield begin(address)
+
+
+def slow(address: tuple[str, int]) -> Iterator[socket.socket]:
+    connections = [begin(address) for _ in range(50)]
+    for byte in UCX_MAGIC[:7]:
+        for connection in connections:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(bytes([byte]))
+    yield from connections
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[int]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 4096:
+        pytest.skip("needs 4096 file descriptors (ulimit -Hn)")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, limits[1]))
+    yield 4096
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("attack", [half_open, noise, fatal, come_and_go, slow])
+async def test_strangers_of_this_machine(
+    tmp_path: Path, many_descriptors: int, attack: Callable[[tuple[str, int]], Iterator[socket.socket]]
+) -> None:
+    async with open_attacked_server(tmp_path, "tcp") as server:
+        control = server.address
+        [port] = [one for one in listening(server.pid) - {control} if one[0] == "127.0.0.1"]
+        await server.assert_well()
+        before = server.descriptors
+        connections: list[socket.socket] = []
+
+        def come() -> None:
+            for connection in attack(port):
+                connections.append(connection)
+
+        try:
+            await trio.to_thread.run_sync(come)
+            await server.assert_well()
+        finally:
+            for connection in connections:
+                connection.close()
+        await wait_descriptors_closed(server, before)
+
+
+async def wait_descriptors_closed(server: AttackedServer, descriptors: int) -> None:
+    """Waits until no more descriptors are open than before. Endpoints are kept for two seconds for reuse."""
+    await until(lambda: server.descriptors <= descriptors)
+    await server.assert_well()
+
+
+@pytest.mark.full
+async def test_a_data_port_that_ucx_closed(tmp_path: Path) -> None:
+    """UCX stops listening when it cannot accept for lack of descriptors. The listener goes on with another worker."""
+    async with open_attacked_server(tmp_path, "tcp", UCX_LOG_LEVEL="fatal") as server:
+        pid = server.pid
+        await server.assert_well()
+        [port] = [one for one in listening(pid) - {server.address} if one[0] == "127.0.0.1"]
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+        with trio.fail_after(20):
+            while port in listening(pid):
+                with contextlib.suppress(OSError):
+                    begin(port, b"hello", timeout=5).close()
+                await trio.sleep(0.01)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        await server.assert_well()
+
+
+# ---- what a connection to a data port gets ----
+
+
+@contextlib.contextmanager
+def recorded_pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[KeyGate, KeyPair]]]:
+    """The pairs of keys that gates get meanwhile."""
+    pairs: list[tuple[KeyGate, KeyPair]] = []
+    real = KeyGate.let_in
+
+    def let_in(gate: KeyGate, pair: KeyPair) -> object:
+        pairs.append((gate, pair))
+        return real(gate, pair)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KeyGate, "let_in", let_in)
+        yield pairs
+
+
+def answer(connection: socket.socket) -> bytes:
+    """What comes until the other end closes the connection, or KEY_SIZE bytes."""
+    with contextlib.suppress(ConnectionError):
+        return connection.recv(KEY_SIZE, socket.MSG_WAITALL)
+    return b""
+
+
+def strangers(worker: ucp.Worker) -> int:
+    return worker.statistics().strangers
+
+
+async def test_who_shows_a_key(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "trio_ucx.ucx")
+    async with ucp.open_worker(config=TCP) as worker, ucp.open_worker(config=TCP) as other:
+        gate = internals(worker).key_gate
+        pair = KeyPair(new_key(), new_key())
+        admission = gate.let_in(pair)
+        internals(other).key_gate.let_in(KeyPair(new_key(), new_key()))
+
+        async def show(data: bytes, address: tuple[str, int]) -> bytes:
+            with begin(address, data) as connection:
+                return await trio.to_thread.run_sync(answer, connection)
+
+        ports, others = worker.address.tcp_addresses, other.address.tcp_addresses
+        for port in ports:
+            assert await show(pair.ours, port) == pair.theirs
+            assert await show(pair.ours + FATAL[:20], port) == pair.theirs
+        assert strangers(worker) == 0
+        wrong = [
+            FATAL,
+            UCX_MAGIC,
+            b"x",
+            pair.ours[:-1],
+            pair.ours[:-1] + b"\0" + FATAL,
+            b"\0" + pair.ours,
+            pair.theirs + FATAL,
+            bytes(KEY_SIZE),
+        ]
+        for port in ports:
+            for data in wrong:
+                assert await show(data, port) == b"", data
+        assert await show(pair.ours + FATAL, others[0]) == b""  # that opens this worker only
+        admission.end()
+        admission.end()
+        assert await show(pair.ours + FATAL, ports[0]) == b""
+        await until(lambda: strangers(worker) == len(wrong) * len(ports) + 1 and strangers(other) == 1)
+        await until(lambda: len([one for one in caplog.records if "turned away" in one.getMessage()]) == 2)
+        lines = [one for one in caplog.records if "turned away" in one.getMessage()]  # one a minute for each worker
+        assert {line.levelname for line in lines} == {"INFO"}
+        assert any(host in lines[0].getMessage() for host, _ in ports)
+
+
+async def test_a_silent_stranger_costs_nothing() -> None:
+    async with ucp.open_worker(config=TCP) as worker:
+        descriptors = len(os.listdir("/proc/self/fd"))
+        with begin(worker.address.tcp_addresses[0]) as silent:
+            await trio.sleep(0.2)
+            assert len(os.listdir("/proc/self/fd")) == descriptors + 1
+            assert select.select([silent], [], [], 0) == ([], [], [])  # the kernel keeps it
+            assert strangers(worker) == 0
+
+
+async def test_strangers_at_every_port_while_peers_come_and_go(rounds: Callable[[int, int], int]) -> None:
+    """A stranger sends fatal bytes to every port, before, during and after each connection."""
+    async with ucp.open_worker(config=TCP) as one, ucp.open_worker(config=TCP) as two:
+        ports = [*one.address.tcp_addresses, *two.address.tcp_addresses]
+
+        async def attack() -> None:
+            for port in ports:
+                with begin(port, FATAL), begin(port, new_key() + FATAL):
+                    await trio.sleep(0)
+
+        await attack()
+        for _ in range(rounds(3, 50)):
+            async with open_pair(one, two) as (client, server):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(attack)
+                    await client.send(b"hello")
+                    assert await server.receive() == b"hello"
+            await attack()
+        await until(lambda: strangers(one) > 0 and strangers(two) > 0)
+
+
+async def test_keys_end_with_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys of a peer are valid from its exchange on, until the endpoint to it is closed."""
+    with recorded_pairs(monkeypatch) as pairs:
+        async with ucp.open_worker(config=TCP) as one, ucp.open_worker(config=TCP) as two:
+
+            async def opens(worker: ucp.Worker, key: bytes) -> bool:
+                with begin(internals(worker).identity.address.tcp_addresses[0], key) as connection:
+                    return await trio.to_thread.run_sync(answer, connection) != b""
+
+            async def opened_by(gate: KeyGate, pair: KeyPair) -> bool:
+                return await opens(one if gate is internals(one).key_gate else two, pair.ours)
+
+            async def connect_and_close() -> None:
+                async with open_pair(one, two) as (client, server), trio.open_nursery() as nursery:
+                    for gate, pair in pairs[:2]:
+                        assert await opened_by(gate, pair)
+                    nursery.start_soon(client.aclose)
+                    nursery.start_soon(server.aclose)
+
+            await connect_and_close()
+            assert len(pairs) == 2
+            assert pairs[0][1] == KeyPair(pairs[1][1].theirs, pairs[1][1].ours)
+            await connect_and_close()  # it shares the endpoint, and needs no keys of its own
+            assert len(pairs) == 3 and not await opened_by(*pairs[2])
+            for gate, pair in pairs[:2]:
+                assert await opened_by(gate, pair)  # the endpoint is kept for a moment
+            with trio.fail_after(20):
+                for gate, pair in pairs[:2]:
+                    while await opened_by(gate, pair):
+                        await trio.sleep(0.1)
+
+
+async def test_a_refused_client_leaves_no_keys(monkeypatch: pytest.MonkeyPatch, worker: ucp.Worker) -> None:
+    with recorded_pairs(monkeypatch) as pairs:
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, authkey=b"a key of 16 bytes")
+        async with listener:
+            with pytest.raises(trio_ucx.NotAdmitted):
+                async with trio_ucx.connect(listener.address, authkey=b"another, of 16 bytes"):
+                    pass
+        assert pairs == []
+
+
+# ---- keys from the exchange ----
+
+
+def exchanged(client: Exchange, server: Exchange) -> bytes:
+    """Lets the two sides exchange everything until both have keys; returns what has travelled."""
+    client.open(some_description())
+    travelled = b""
+    for _ in range(10):
+        for sender, receiver in ((client, server), (server, client)):
+            data = sender.data_to_send()
+            travelled += data
+            receiver.receive_data(data)
+            if receiver.next_event() is not None and receiver is server:
+                server.welcome(some_description(), Standing())
+        if client._keys is not None:
+            return travelled
+    raise AssertionError("no keys")
+
+
+@pytest.mark.parametrize("authkey", [None, b"a key of 16 bytes"])
+def test_keys_of_an_exchange(authkey: bytes | None) -> None:
+    seen = set()
+    for _ in range(3):
+        client, server = (Exchange(is_client=side, software="test", authkey=authkey) for side in (True, False))
+        travelled = exchanged(client, server)
+        assert client.keys == KeyPair(server.keys.theirs, server.keys.ours)
+        for key in (client.keys.ours, client.keys.theirs):
+            assert len(key) == KEY_SIZE and (key in travelled) == (authkey is None)
+            assert key.hex() not in repr(client.keys) and repr(key) not in repr(client.keys)
+            seen.add(key)
+    assert len(seen) == 6
+
+
+async def test_keys_are_not_shown_to_people() -> None:
+    async with ucp.open_worker(config=TCP) as worker:
+        address = worker.address
+        assert len(address.keys) == 2 * KEY_SIZE and address.keys in bytes(address)
+        assert address == ucp.WorkerAddress(bytes(address)) == worker.address
+        assert internals(worker).identity.address.keys == b""  # what Connections exchange
+        for text in (repr(address), str(address), repr(worker), repr(vars(internals(worker).key_gate))):
+            assert address.keys.hex() not in text and repr(address.keys)[2:-1] not in text
+
+
+# ---- where UCX connects ----
+
+
+def impostor(said: list[bytes], reply: bytes, address: tuple[str, int], end: bool) -> None:
+    """Accepts connections at the address of a worker that has gone, and answers each with the same."""
+    with socket.create_server(address) as server:
+        server.settimeout(0.5)
+        with contextlib.suppress(TimeoutError), contextlib.ExitStack() as stack:
+            while True:
+                connection = stack.enter_context(server.accept()[0])
+                connection.settimeout(2)
+                said.append(connection.recv(1000))
+                with contextlib.suppress(ConnectionError):
+                    connection.sendall(reply)
+                    if end:
+                        connection.shutdown(socket.SHUT_WR)
+
+
+#: An acknowledgement of UCX's connection request.
+ACKNOWLEDGED = struct.pack("<BII", 32, 4, 2)
+
+
+@pytest.mark.parametrize("reply", [b"", b"x", bytes(KEY_SIZE) + ACKNOWLEDGED, ACKNOWLEDGED + bytes(100), FATAL])
+@pytest.mark.parametrize("end", [True, False])
+async def test_an_impostor_at_a_peers_address(reply: bytes, end: bool) -> None:
+    """A host that has only a peer's address is shown the key, and nothing of what it says reaches UCX."""
+    if not end and len(reply) < KEY_SIZE:
+        return  # a peer that is silent is noticed by keepalive, as any that vanishes
+    local = {**TCP, "NET_DEVICES": "lo"}
+    async with ucp.open_worker(config=local) as gone:
+        address = gone.address
+    said: list[bytes] = []
+    async with ucp.open_worker(config=local) as worker, trio.open_nursery() as nursery:
+        nursery.start_soon(trio.to_thread.run_sync, impostor, said, reply, address.tcp_addresses[0], end)
+        await trio.sleep(0.1)
+        with trio.fail_after(30), pytest.raises((OSError, trio.BrokenResourceError)):
+            endpoint = await worker.open_endpoint(address)
+            try:
+                await endpoint.tag_send(b"x" * 100, tag=1)
+                await endpoint.flush()
+            finally:
+                endpoint.abort()
+    assert said and all(data[:KEY_SIZE] == address.keys[:KEY_SIZE] and b"x" * 100 not in data for data in said)
+
+
+async def test_ucx_connects_only_where_it_has_a_key() -> None:
+    async with ucp.open_worker(config=TCP) as worker, ucp.open_worker(config=TCP) as other:
+        bare = ucp.WorkerAddress.from_ucx(other.address.ucx)
+        with pytest.raises(PermissionError, match=r"admit=\['.*worker.admit\('"):
+            await worker.open_endpoint(bare)
+        with pytest.raises(PermissionError, match="admit="):
+            await worker.open_endpoint(("127.0.0.1", 1))
+        with pytest.raises(PermissionError, match=r'admit=\["127.0.0.1"\]'):
+            await worker.open_listener("127.0.0.1", 0)
+        # Even if our own code let it: no key, no connection.
+        internals(worker).key_gate.check_admitted = lambda hosts: None  # type: ignore[method-assign]
+        with pytest.raises((OSError, trio.BrokenResourceError)), trio.fail_after(10):
+            endpoint = await worker.open_endpoint(bare)
+            try:
+                await endpoint.flush()
+            finally:
+                endpoint.abort()
+        assert strangers(other) == 0
+
+
+@pytest.mark.both_transports
+async def test_raw_endpoints_between_workers_of_trio_ucx(transports: str) -> None:
+    """They need nothing but the address; both ways, one after the other and at once."""
+    config = {"TLS": transports}
+    async with ucp.open_worker(config=config) as one, ucp.open_worker(config=config) as two:
+        given = ucp.WorkerAddress(bytes(two.address))
+        async with await one.open_endpoint(given) as there:
+            await there.tag_send(b"hello", tag=3)
+            buffer = bytearray(5)
+            await two.tag_receive(buffer, tag=3)
+            assert buffer == b"hello"
+            async with await two.open_endpoint(one.address) as back:
+                await back.tag_send(b"world", tag=4)
+                await one.tag_receive(buffer, tag=4)
+                assert buffer == b"world"
+    for _ in range(5):
+        async with ucp.open_worker(config=config) as one, ucp.open_worker(config=config) as two:
+            async with await one.open_endpoint(two.address) as there, await two.open_endpoint(one.address) as back:
+                await there.tag_send(bytes(1 << 20), tag=3)
+                await back.tag_send(b"world", tag=4)
+                await one.tag_receive(bytearray(5), tag=4)
+                await two.tag_receive(bytearray(1 << 20), tag=3)
+
+
+async def test_hosts_that_need_no_key(caplog: pytest.LogCaptureFixture) -> None:
+    """Any UCP peer on this machine: two lines. Peers with keys are served beside them."""
+    async with ucp.open_worker(config=TCP, admit=THIS_MACHINE) as one, ucp.open_worker(config=TCP) as two:
+        two.admit("127.0.0.1")
+        async with await one.open_listener("127.0.0.1", 0) as listener, trio.open_nursery() as nursery:
+            requests = []
+            nursery.start_soon(lambda: _take(listener, requests))
+            async with await two.open_endpoint(listener.address) as endpoint:
+                await endpoint.tag_send(b"hello", tag=1)
+                await one.tag_receive(bytearray(5), tag=1)
+            requests[0].abort()
+        async with await one.open_endpoint(ucp.WorkerAddress.from_ucx(two.address.ucx)) as bare:
+            await bare.tag_send(b"hello", tag=2)
+            await two.tag_receive(bytearray(5), tag=2)
+        async with open_pair(one, two) as (client, server):
+            await client.send(b"hello")
+            assert await server.receive() == b"hello"
+        assert strangers(one) == strangers(two) == 0
+    levels = [record.levelname for record in caplog.records if "127.0.0.0/8" in record.message]
+    assert len(levels) >= 2 and set(levels) == {"WARNING"}  # workers that are opened for these admit the same
+
+
+async def _take(listener: ucp.RawListener, taken: list[ucp.Endpoint]) -> None:
+    taken.append(await (await listener.accept_request()).accept())
+
+
+async def test_networks_that_the_user_names() -> None:
+    async with ucp.open_worker(config=TCP) as worker:
+        networks = internals(worker).key_gate.networks
+        for wrong in ("10.0.0.1/8", "a host", ""):
+            with pytest.raises(ValueError, match=r"."):
+                worker.admit(wrong)
+        with pytest.raises(TypeError, match="'10.0.0.0/8'"):
+            worker.admit(10)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"\['10.0.0.0/8'\]"):
+            async with ucp.open_worker(admit="10.0.0.0/8"):
+                pass
+        worker.admit("203.0.113.0/24", "2001:db8::1")
+        assert [str(network) for network in networks] == ["203.0.113.0/24", "2001:db8::1/128"]
+        with begin(worker.address.tcp_addresses[0], UCX_MAGIC) as connection:
+            assert answer(connection) == b""  # this machine is not among them
+        beside = worker._open_isolated()
+        assert internals(beside).key_gate.networks == networks
+        worker.admit("203.0.113.0/24", "127.0.0.1")  # this machine, with all its addresses
+        assert internals(beside).key_gate.networks == networks
+        hosts = [host for host, _ in worker.address.tcp_addresses]
+        assert all(any(ip_address(host) in network for network in networks) for host in ["127.0.0.9", "::1", *hosts])
+        gate = internals(worker).key_gate
+        assert gate._is_admitted("203.0.113.7") and not gate._is_admitted("203.0.112.7")
+
+
+@pytest.mark.parametrize(
+    ("network", "is_in"),
+    [
+        ("127.0.0.0/8", True),
+        ("127.0.0.1/32", True),
+        ("126.0.0.0/7", True),
+        ("96.0.0.0/3", True),
+        ("0.0.0.0/0", True),
+        ("127.0.0.0/32", False),
+        ("126.0.0.0/8", False),
+        ("128.0.0.0/1", False),
+        ("::/0", False),
+    ],
+)
+async def test_the_comparison_of_networks(network: str, is_in: bool) -> None:
+    """C code compares bit by bit who comes with the networks."""
+    async with ucp.open_worker(config={**TCP, "NET_DEVICES": "lo"}) as worker:
+        native = key_gate._pointer(network.partition("/")[0])
+        assert lib.tu_gate_admit(internals(worker).handle, native, int(network.partition("/")[2]))
+        with begin(worker.address.tcp_addresses[0], UCX_MAGIC[:4]) as connection:
+            connection.settimeout(0.5)
+            if is_in:
+                with pytest.raises(TimeoutError):
+                    connection.recv(1)  # UCX has it, and waits for the rest
+            else:
+                assert answer(connection) == b""
+
+
+@pytest.mark.parametrize(
+    ("deny", "why"),
+    [
+        (have_an_unknown_address_layout, "cannot read this UCX's worker address"),
+        (miss_where_ucx_listens, "could not find where this UCX begins to listen"),
+        (miss_an_import, r"does not import connect\(\)"),
+    ],
+)
+async def test_what_cannot_be_shut_gets_no_connections(
+    monkeypatch: pytest.MonkeyPatch, deny: Callable[[pytest.MonkeyPatch], None], why: str
+) -> None:
+    deny(monkeypatch)
+    async with ucp.open_worker(config=TCP) as worker:
+        with pytest.raises(PermissionError, match=why):
+            await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+        with pytest.raises(PermissionError, match=why):
+            async with trio_ucx.connect(("127.0.0.1", 1), worker=worker):
+                pass
+
+
+async def test_a_worker_without_tcp_has_no_data_port() -> None:
+    async with ucp.open_worker(config={"TLS": "sysv,self"}) as worker:
+        assert internals(worker).key_gate._ports == [] and worker.address.tcp_addresses == ()
+
+
+# ---- other users of the same UCX ----
+
+
+async def test_other_users_of_libucs_are_not_affected() -> None:
+    """What UCX connects for somebody else in this process has no keys, also where descriptors are used again."""
+    file = ffi.string(lib.tu_library_file()).decode()
+    libucs = ctypes.CDLL(file.replace("libucp", "libucs"))
+
+    def exchange() -> bytes:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            client = ctypes.c_int()
+            assert libucs.ucs_socket_create(socket.AF_INET, socket.SOCK_STREAM, 0, ctypes.byref(client)) == 0
+            port = server.getsockname()[1]
+            address = struct.pack("=H", socket.AF_INET) + struct.pack(">H4s8x", port, socket.inet_aton("127.0.0.1"))
+            assert libucs.ucs_socket_connect(client, address) == 0
+            assert libucs.ucs_socket_send(client, b"plain", 5) == 0
+            accepted, _ = server.accept()
+            with accepted:
+                got = accepted.recv(100)
+                accepted.sendall(b"bytes")
+                buffer = ctypes.create_string_buffer(5)
+                assert libucs.ucs_socket_recv(client, buffer, 5) == 0 and buffer.raw == b"bytes"
+            os.close(client.value)
+        return got
+
+    assert exchange() == b"plain"
+    async with ucp.open_worker(config=TCP) as worker:
+        assert exchange() == b"plain"
+        async with ucp.open_worker(config=TCP) as gone:
+            address = gone.address
+        with contextlib.suppress(OSError, trio.BrokenResourceError):
+            (await worker.open_endpoint(address)).abort()  # refused: its descriptor is free again
+        for _ in range(3):
+            assert exchange() == b"plain"
+    assert exchange() == b"plain"
+
+
+# ---- several hosts and users ----
+
+KNOCK = """
+import socket, sys
+bytes_ = bytes.fromhex(sys.argv[3])
+try:
+    with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5) as connection:
+        connection.sendall(bytes_)
+        print("closed" if connection.recv(1) == b"" else "answered")
+except ConnectionError:
+    print("closed")
+except TimeoutError:
+    print("open")
+"""
+
+
+async def knock(under: list[str], address: tuple[str, int], data: bytes = FATAL) -> str:
+    """What a stranger gets that sends these bytes: "closed" is what it should be."""
+    command = [*under, sys.executable, "-c", KNOCK, address[0], str(address[1]), data.hex()]
+    done = await trio.run_process(command, capture_stdout=True)
+    return done.stdout.decode().strip()
+
+
+NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+
+
+async def test_strangers_on_other_hosts_and_of_other_users() -> None:
+    """Strangers are turned away at every port: users of the server's and of the peer's machine, and other hosts. Before,
+    during and after a connection.
+    """
+    with open_network() as network:
+        serving, friend, stranger = network.host(), network.host(), network.host()
+        network.cable((serving, "one", "10.213.1.1/24"), (friend, "eth", "10.213.1.2/24"))
+        network.cable((serving, "two", "10.213.2.1/24"), (stranger, "eth", "10.213.2.2/24"))
+        await network.ready()
+        async with (
+            open_peer("host", ["0.0.0.0"], {}, under=serving.under) as server,
+            open_peer("visiting_until_told", {"NET_DEVICES": "eth"}, under=friend.under) as client,
+        ):
+            [control] = await server.hear()
+            ports = {host: (host, port) for host, port in listening(server.process.pid) if port != control[1]}
+            near, far = ports["10.213.1.1"], ports["10.213.2.1"]
+
+            async def attack() -> None:
+                async def assert_closed(host: Host, address: tuple[str, int]) -> None:
+                    for user in ([], NOBODY):
+                        assert await knock([*host.under, *user], address) == "closed"
+
+                async with trio.open_nursery() as nursery:
+                    for host, address in [(stranger, far), (friend, near), (serving, near), (serving, far)]:
+                        nursery.start_soon(assert_closed, host, address)
+
+            await attack()
+            await client.tell(["10.213.1.1", control[1]])
+            assert await client.hear(40) == ["connected", ["tcp"]]
+            await attack()
+            theirs = [port for port in listening(client.process.pid) if port[0] == "10.213.1.2"]
+            assert theirs
+            for host in (serving, friend):  # and at the peer's ports
+                for user in ([], NOBODY):
+                    assert await knock([*host.under, *user], theirs[0]) == "closed"
+            await client.tell()
+            assert await client.hear(40) == ["still connected"]
+            await attack()
+            await server.tell()
+            await server.hear()
+
+
+SWEEP = """
+import json, select, socket, sys, time
+
+host, low, high, seconds, data = sys.argv[1], *map(int, sys.argv[2:5]), bytes.fromhex(sys.argv[5])
+poller, pending, connected = select.epoll(), {}, 0
+end = time.monotonic() + seconds
+while time.monotonic() < end:
+    for port in range(low, high + 1):
+        one = socket.socket()
+        one.setblocking(False)
+        one.connect_ex((host, port))
+        pending[one.fileno()] = one
+        poller.register(one, select.EPOLLOUT)
+    wait = time.monotonic() + 0.002
+    while (left := wait - time.monotonic()) > 0:
+        for fd, _ in poller.poll(left):
+            one = pending.pop(fd)
+            poller.unregister(fd)
+            try:
+                one.send(data)
+                connected += 1
+            except OSError:
+                pass
+            one.close()
+    for fd in list(pending):
+        pending.pop(fd).close()
+print(connected)
+"""
+
+
+async def test_no_stranger_gets_in_between(rounds: Callable[[int, int], int]) -> None:
+    """A stranger sends fatal bytes to a server's ports all the time, while each of its connections gets a worker of its
+    own: also in the moment in which UCX begins to listen.
+    """
+    low, high, seconds = 20_000, 20_019, rounds(3, 60)
+    with open_network() as network:
+        serving, friend, stranger = network.host(), network.host(), network.host()
+        network.cable((serving, "one", "10.213.1.1/24"), (friend, "eth", "10.213.1.2/24"))
+        network.cable((serving, "two", "10.213.2.1/24"), (stranger, "eth", "10.213.2.2/24"))
+        stranger.ip("route", "add", "10.213.1.0/24", "via", "10.213.2.1")
+        await network.ready()
+        ports = {"UCX_TCP_PORT_RANGE": f"{low}-{high}", "UCX_NET_DEVICES": "one"}
+        async with (
+            open_peer("host", ["10.213.1.1"], {"isolate": True}, under=serving.under, **ports) as server,
+            open_peer("reconnecting", seconds, under=friend.under) as client,
+        ):
+            [control] = await server.hear()
+            await client.tell(control)
+            swept: list[int] = []
+
+            async def sweep(host: str) -> None:
+                arguments = [host, *map(str, (low, high, seconds)), FATAL.hex()]
+                command = [*stranger.under, sys.executable, "-c", SWEEP, *arguments]
+                swept.append(int((await trio.run_process(command, capture_stdout=True)).stdout))
+
+            await sweep("10.213.1.1")
+            [connections] = await client.hear(seconds + 60)
+            await server.tell()
+            await server.hear()
+        assert connections and swept[0] > 10 * seconds, (connections, swept)
+
+
+# ---- ports that are used up ----
+
+
+async def test_no_port_is_left() -> None:
+    """The last free port of the range is found, and then opening fails at once. (UCX alone would try for ever.)"""
+    with contextlib.ExitStack() as stack:
+        free = free_port()
+        first = stack.enter_context(socket.create_server(("127.0.0.1", free)))
+        for port in (free + 1, free + 2):
+            with contextlib.suppress(OSError):  # somebody else has it
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        config = {"TLS": "tcp", "NET_DEVICES": "lo", "TCP_PORT_RANGE": f"{free}-{free + 2}"}
+        with pytest.raises(OSError, match=f"TCP_PORT_RANGE={free}-{free + 2} .* here 1") as caught:
+            async with ucp.open_worker(config=config):
+                pass
+        assert caught.value.errno == errno.EADDRINUSE
+        first.close()
+        async with ucp.open_worker(config=config) as worker:
+            assert internals(worker).key_gate._ports == [("127.0.0.1", free)]
+            [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, isolate=True)
+            async with listener:
+                with pytest.raises(ConnectionRefusedError, match="no free port for UCX's TCP transport"):
+                    async with trio_ucx.connect(listener.address):
+                        pass

@@ -1,0 +1,269 @@
+"""The key gate: keys that open the ports of UCX's TCP transport (data ports), and hosts that need none.
+
+UCX trusts everything that arrives at a data port. A stranger who speaks its protocol can write anywhere in our memory
+(``UCT_TCP_EP_PUT_REQ_AM_ID``), or end the process. So a data port lets in whoever shows one of its keys, and shows one
+in return; ``_native/key_gate.c`` says how. This module decides on the keys:
+
+* Each exchange of a Connection makes a pair, one key for each side's ports. The peer is let in with it before it can
+  connect, and until the endpoint to it is closed.
+* A worker's public address has a pair, for raw endpoints. It lets in everybody who has the address, from the moment at
+  which the program asks for it.
+* UCP programs without trio_ucx have no keys. Hosts that the user names (``Worker.admit``) need none.
+
+Nobody else reaches UCX, and UCX connects to nobody else. None of this needs a privilege.
+
+Report: "A stranger at TCP's data port", in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not needed any more when
+UCX authenticates its TCP connections (``data_port.c`` there has no effect). A worker gets no Connections if UCX listens
+where C code has not seen it, if a function of the C library could not be replaced in libucs, or if its worker address
+has an unknown layout. Tests: ``tests/test_key_gate.py``, ``tests/test_protected_mode.py``.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import secrets
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from typing import Any
+
+import attrs
+
+from ..._native import ffi, lib
+from .._address import family_of
+from .._worker_address import WorkerAddress
+from .address_layout import parse_worker_address
+
+logger = logging.getLogger("trio_ucx")
+
+Network = IPv4Network | IPv6Network
+
+KEY_SIZE = lib.TU_KEY
+LOOPBACK: tuple[Network, ...] = (ip_network("127.0.0.0/8"), ip_network("::1"))
+
+
+@attrs.frozen
+class KeyPair:
+    """The keys of one peer.
+
+    Attributes:
+        ours: opens our data ports. The peer shows it where it connects to us, and as its answer where we connect.
+        theirs: opens the peer's.
+    """
+
+    ours: bytes = attrs.field(repr=False)
+    theirs: bytes = attrs.field(repr=False)
+
+
+def new_key() -> bytes:
+    """Returns a random key."""
+    return secrets.token_bytes(KEY_SIZE)
+
+
+def tcp_hosts(address: WorkerAddress) -> list[str]:
+    """Returns the IP addresses of a peer's TCP transport; any (0.0.0.0) if they are not known."""
+    try:
+        return address._tcp_hosts or [host for host, _ in parse_worker_address(address.ucx).tcp_addresses]
+    except ValueError:
+        return ["0.0.0.0"]
+
+
+class Admission:
+    """A peer that was let in. It stays in until :meth:`end`, or until the worker is destroyed."""
+
+    def __init__(self, gate: KeyGate, native: Any) -> None:
+        self._gate = gate
+        self._native = native
+
+    def direct(self, addresses: Sequence[tuple[str, int]]) -> None:
+        """Lets UCX connect to the peer's data ports.
+
+        Raises:
+            MemoryError: there is no memory for that.
+        """
+        native = ffi.new("tu_address_t[]", [_native_address(host, port) for host, port in addresses])
+        if not lib.tu_gate_direct(self._native, native, len(addresses)):
+            raise MemoryError("no memory for the addresses of a peer")
+
+    def end(self) -> None:
+        """Takes the keys away. Connections that UCX has made stay. Ended already: no effect."""
+        native, self._native = self._native, None
+        if native is not None and self._gate.handle is not None:
+            lib.tu_gate_remove(native)
+
+
+class KeyGate:
+    """The key gate of one worker.
+
+    Args:
+        handle: UCX's worker.
+        address: the worker's, which says where UCX listens.
+        unknown_layout: why that could not be read from UCX's address; None if it could.
+
+    Attributes:
+        handle: None once UCX's worker is destroyed.
+        obstacle: why strangers cannot be kept away from the data ports; None if they can.
+        networks: the hosts that need no key.
+    """
+
+    def __init__(self, handle: Any, address: WorkerAddress, unknown_layout: str | None) -> None:
+        self.handle: Any = handle
+        self.networks: list[Network] = []
+        self.obstacle: str | None = None
+        self._address = address
+        self._ports = self._find_ports()
+        missing = lib.tu_gate_missing()
+        if missing != ffi.NULL:
+            self.obstacle = f"its libucs does not import {ffi.string(missing).decode()}() from the C library"
+        elif unknown_layout is not None:
+            self.obstacle = f"trio_ucx cannot read this UCX's worker address ({unknown_layout})"
+        elif not {port for _, port in address.tcp_addresses} <= {port for _, port in self._ports}:
+            # The address of a loopback device does not say which IP address it has.
+            self.obstacle = "trio_ucx could not find where this UCX begins to listen"
+
+    def _find_ports(self) -> list[tuple[str, int]]:
+        """Returns the addresses at which UCX listens for the worker."""
+        found: list[tuple[str, int]] = []
+        port = ffi.new("tu_address_t *")
+        while lib.tu_gate_port(self.handle, len(found), port):
+            found.append((ffi.string(port.ip).decode(), port.port))
+        return found
+
+    @property
+    def lost(self) -> bool:
+        """True if UCX has stopped listening at a port.
+
+        UCX stops for good when it cannot accept a connection because the process has no descriptors left.
+        """
+        return lib.tu_gate_lost(self.handle)
+
+    def check_shut(self) -> None:
+        """Called before the worker gets its first Connection.
+
+        Raises:
+            PermissionError: strangers cannot be kept away from its data ports.
+        """
+        if self.obstacle is not None:
+            raise PermissionError(
+                errno.EPERM,
+                f"strangers cannot be kept away from UCX's TCP ports, because {self.obstacle}. Use UCX 1.13 to 1.22 as "
+                'a shared library, without UCX_UNIFIED_MODE, or a worker without TCP (config={"TLS": "sm,self"})',
+            )
+
+    def let_in(self, pair: KeyPair) -> Admission:
+        """Lets a peer in: it can connect to the data ports.
+
+        Raises:
+            MemoryError: there is no memory for that.
+        """
+        native = lib.tu_gate_add(self.handle, pair.ours, pair.theirs)
+        if native == ffi.NULL:
+            raise MemoryError("no memory for the keys of a peer")
+        return Admission(self, native)
+
+    @cached_property
+    def public_address(self) -> WorkerAddress:
+        """The worker's address with keys: from now on, whoever has it can connect.
+
+        Where UCX itself connects to a host for which it has no other key, it shows that the worker is the one with this
+        address. A peer has asked it to connect, whose own address we do not know.
+        """
+        if self.handle is None:
+            return self._address
+        pair = KeyPair(ours=new_key(), theirs=new_key())
+        lib.tu_gate_show_by_default(self.let_in(pair)._native)
+        return self._address._changed(keys=pair.ours + pair.theirs)
+
+    def let_in_holder(self, address: WorkerAddress) -> Admission | None:
+        """Lets in the worker whose public address we have: UCX there may have to connect to us.
+
+        Returns:
+            None if the address has no keys.
+
+        Raises:
+            PermissionError: it has none, and its hosts are not admitted without.
+            MemoryError: there is no memory for that.
+        """
+        if not address.keys or not address.tcp_addresses:
+            self.check_admitted(tcp_hosts(address))
+            return None
+        admission = self.let_in(KeyPair(ours=address.keys[KEY_SIZE:], theirs=address.keys[:KEY_SIZE]))
+        admission.direct(address.tcp_addresses)
+        return admission
+
+    # ---- hosts that need no key ----
+
+    def admit(self, networks: Iterable[Network]) -> None:
+        """Lets in the hosts of some networks without a key. A network with an address of this machine means all of it.
+
+        Raises:
+            MemoryError: there is no memory for that.
+        """
+        new = [network for network in networks if network not in self.networks]
+        if not new:
+            return
+        ours = [*LOOPBACK, *(ip_network(host) for host in dict.fromkeys(host for host, _ in self._ports))]
+        if any(network.overlaps(own) for network in new for own in ours if network.version == own.version):
+            new += [own for own in ours if own not in (*self.networks, *new)]
+        for network in new:
+            if not lib.tu_gate_admit(self.handle, _pointer(str(network.network_address)), network.prefixlen):
+                raise MemoryError("no memory for an admitted network")
+            self.networks.append(network)
+        logger.warning("the TCP ports of a worker are open to %s", ", ".join(map(str, new)))
+
+    def check_admitted(self, hosts: Sequence[str]) -> None:
+        """Refuses peers that are not trio_ucx's, unless one of their hosts is admitted without a key.
+
+        Raises:
+            PermissionError: none is, and there are hosts.
+        """
+        if hosts and not any(self._is_admitted(host) for host in hosts):
+            example = hosts[0] if hosts[0] != "0.0.0.0" else "127.0.0.1"
+            raise PermissionError(
+                errno.EPERM,
+                f"a UCP program without trio_ucx cannot show a key, and this worker connects to nobody else at "
+                f"{', '.join(hosts)}. To do without one, open the worker with admit=[{example!r}], or call "
+                f"worker.admit({example!r}): every process on a host that is admitted can take over this program. "
+                "(Workers of trio_ucx need nothing: use bytes(worker.address).)",
+            )
+
+    def _is_admitted(self, host: str) -> bool:
+        address = ip_address(host.partition("%")[0])
+        return any(address in network for network in self.networks)
+
+    def check_admits_anybody(self) -> None:
+        """Refuses a raw listener if no host is admitted without a key.
+
+        Raises:
+            PermissionError: none is.
+        """
+        if not self.networks:
+            raise PermissionError(
+                errno.EPERM,
+                "clients of a raw listener cannot show a key, and this worker lets in nobody without one. Open it with "
+                'admit=["127.0.0.1"] for this machine, or admit=["10.0.0.0/8"] for a network, or call worker.admit(): '
+                "every process on a host that is admitted can take over this program",
+            )
+
+
+def parse_networks(networks: Sequence[str]) -> list[Network]:
+    """Returns the networks that a user has named.
+
+    Raises:
+        TypeError, ValueError: they are not such text.
+    """
+    if isinstance(networks, str):
+        raise TypeError(f"networks are given in a list, such as [{networks!r}]")
+    for network in networks:
+        if not isinstance(network, str):
+            raise TypeError(f"a network must be a str, such as '10.0.0.0/8', not {type(network).__name__}")
+    return [ip_network(network) for network in networks]
+
+
+def _native_address(host: str, port: int) -> tuple[int, bytes, int, int]:
+    return int(family_of(host)), host.encode(), port, 0
+
+
+def _pointer(host: str) -> Any:
+    return ffi.new("tu_address_t *", _native_address(host, 0))
