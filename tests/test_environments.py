@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -10,7 +11,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from environments import ENVIRONMENTS, ROOT, Environment
+from environments import ENVIRONMENTS, RESTRICT, ROOT, Environment
 from test_docs import programs
 
 PROGRAMS = Path(__file__).parent / "unprivileged_programs.py"
@@ -36,6 +37,22 @@ def test_environment_is_what_it_is_called(environment: Environment) -> None:
 def test_program_of_the_readme(environment: Environment) -> None:
     [program] = programs("README.md")
     assert environment.run([*PYTHON, "-c", program]) == "b'reward'\n"
+
+
+@pytest.mark.sample(2)
+@in_each_environment
+def test_info_tells_what_is_permitted(environment: Environment) -> None:
+    seen = json.loads(environment.run(RESTRICT))
+    told = json.loads(environment.run([*PYTHON, "-m", "trio_ucx", "info", "--json"]))["privileges"]
+    assert (told["capabilities"] == []) is (seen["capabilities"] == 0)
+    assert told["in_user_namespace"] is (seen["user ids"] != ["0", "0", "4294967295"])
+    assert told["shared_memory"] == seen["/dev/shm"]
+    assert told["descriptors"] == seen["descriptors"]
+    if seen["ptrace_scope"] is None:
+        assert told["ptrace_scope"] == "this kernel has no Yama"
+        assert (told["cma"] == "usable") is (seen["reading a sibling"] is None)
+    else:
+        assert told["ptrace_scope"] == str(seen["ptrace_scope"])
 
 
 @pytest.mark.sample(2)
