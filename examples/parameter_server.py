@@ -9,7 +9,7 @@ may come at any time. An empty answer means that the training is over.
 
 To see what happens when a worker is lost, start the ranks by hand, each in a terminal of its own:
 
-    export TRIO_UCX_SIZE=4 TRIO_UCX_MEETING=file:///tmp/parameter-server
+    export TRIO_UCX_SIZE=4 TRIO_UCX_MEETING=file://$HOME/parameter-server
     TRIO_UCX_RANK=0 python examples/parameter_server.py --seconds 60        # and so on, up to rank 3
 
 Kill a worker: the others go on. Start it again with the same command: the new process takes the place of the lost one.

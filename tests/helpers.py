@@ -236,12 +236,19 @@ async def open_pair(
         yield client, server
 
 
+async def open_raw_listener(worker: ucp.Worker, *clients: ucp.Worker) -> ucp.RawListener:
+    """A raw listener for clients of this machine, such as these workers."""
+    for each in (worker, *clients):
+        each.admit("127.0.0.1")  # they have no keys
+    return await worker.open_listener("127.0.0.1", 0)
+
+
 @asynccontextmanager
 async def open_raw_pair(
     worker: ucp.Worker, server_worker: ucp.Worker | None = None
 ) -> AsyncIterator[tuple[ucp.Endpoint, ucp.Endpoint]]:
     """Both ends of a raw UCP connection in this process: (client, server) endpoints."""
-    async with await (server_worker or worker).open_listener("127.0.0.1", 0) as listener:
+    async with await open_raw_listener(server_worker or worker, worker) as listener:
         client = await worker.open_endpoint(listener.address)
         try:
             server = await (await listener.accept_request()).accept()

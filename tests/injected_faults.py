@@ -6,7 +6,6 @@ Tests of what users can do need none of these. The functions that take a ``monke
 from __future__ import annotations
 
 import errno
-import socket
 from collections.abc import Callable
 from typing import Any
 

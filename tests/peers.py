@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import trio
-from helpers import open_to_peer, pattern, resident
+from helpers import open_raw_listener, open_to_peer, pattern, resident
 from shared_queue import take_an_element
 from tcp_sockets import is_full, tcp_sockets
 from timing import Noise, waited_by
@@ -232,7 +232,7 @@ async def sender_then_wait(plan: list[list[int]]) -> None:
 async def raw_listener() -> None:
     """A raw UCP listener: accepts endpoints, and does nothing with them but progress."""
     features = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM
-    async with ucp.open_worker(features=features) as worker, await worker.open_listener("127.0.0.1", 0) as listener:
+    async with ucp.open_worker(features=features) as worker, await open_raw_listener(worker) as listener:
         say([listener.address, bytes(worker.address).hex()])
         endpoints = []
 
@@ -255,7 +255,7 @@ async def am_sender(plan: list[list[int]]) -> None:
 
     To where the question came from, or to the worker address that is in it.
     """
-    async with ucp.open_worker() as worker, await worker.open_listener("127.0.0.1", 0) as listener:
+    async with ucp.open_worker() as worker, await open_raw_listener(worker) as listener:
         with worker.open_active_messages(1, max_bytes=2**30) as queue:
             say([listener.address, bytes(worker.address).hex()])
             endpoints: list[ucp.Endpoint] = []
@@ -292,7 +292,7 @@ async def am_sender(plan: list[list[int]]) -> None:
 async def stream_echo() -> None:
     """Sends the data of the first endpoint's UCP stream back."""
     features = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM
-    async with ucp.open_worker(features=features) as worker, await worker.open_listener("127.0.0.1", 0) as listener:
+    async with ucp.open_worker(features=features) as worker, await open_raw_listener(worker) as listener:
         say([listener.address, bytes(worker.address).hex()])
 
         async def echo_stream() -> None:
@@ -339,7 +339,7 @@ async def owner(nbytes: int, kind: str = "allocated") -> None:
                 await trio.sleep_forever()
 
             if "tcp" in tls:
-                raw = await worker.open_listener("127.0.0.1", 0)
+                raw = await open_raw_listener(worker)
                 nursery.start_soon(accept, raw)
                 [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
                 nursery.start_soon(trio.serve_listeners, keep, [listener])
@@ -819,6 +819,24 @@ async def visitor(options: dict[str, Any], sizes: list[int]) -> None:
         say(said)
     except OSError as error:
         say([type(error).__name__, error.errno, str(error), trio.current_time() - start])
+
+
+@role
+async def visiting_until_told(config: dict[str, str]) -> None:
+    """Connects to the address that the test sends, and reports its transports. When told, exchanges another message."""
+    address = tuple(await ask())
+    async with ucp.open_worker(config=config) as worker, trio_ucx.connect(address, worker=worker) as connection:
+
+        async def exchange() -> None:
+            await connection.send(b"hello")
+            if await connection.receive() != b"hello":
+                raise AssertionError("wrong data")
+
+        await exchange()
+        say(["connected", transports_of(connection)])
+        await until_told()
+        await exchange()
+    say(["still connected"])
 
 
 @role

@@ -153,6 +153,49 @@ async def test_certificates_are_required_also_with_post_handshake_auth(
         await expect_nothing_left(worker, listener, 1)
 
 
+class Resuming(ssl.SSLContext):
+    """A client's context that resumes a TLS session, as trio_ucx's own client never does."""
+
+    session: ssl.SSLSession | None = None
+    last: ssl.SSLObject
+
+    def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
+        self.last = super().wrap_bio(*arguments, **{**options, "session": self.session})
+        return self.last
+
+
+@pytest.mark.parametrize("transports", ["tcp"], indirect=True)
+@pytest.mark.parametrize("tickets", [True, False])
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize("mode", ssl.VerifyMode)
+async def test_resumed_tls_session(
+    worker: ucp.Worker, version: ssl.TLSVersion, mode: ssl.VerifyMode, tickets: bool
+) -> None:
+    """OpenSSL does not verify the client's certificate again, which may have expired, or been revoked."""
+    authority = trustme.CA()
+    server = contexts(authority, "localhost").server
+    server.verify_mode = mode
+    server.minimum_version = server.maximum_version = version
+    if not tickets:
+        server.options |= ssl.OP_NO_TICKET  # the listener's OpenSSL keeps the sessions of open connections
+    client = Resuming(ssl.PROTOCOL_TLS_CLIENT)
+    authority.configure_trust(client)
+    authority.issue_cert("client@example.org").configure_cert(client)
+    options = {"ssl_context": client, "server_hostname": "localhost"}
+    async with listening(worker, ssl_context=server) as listener:
+        first = await trio_ucx.connect(listener.address, worker=worker, **options).__aenter__()
+        client.session = client.last.session
+        if mode == ssl.CERT_NONE:
+            second = await trio_ucx.connect(listener.address, worker=worker, **options).__aenter__()
+            second.abort()
+        else:
+            with pytest.raises(trio_ucx.NotAdmitted, match="connect with a new session"):
+                await trio_ucx.connect(listener.address, worker=worker, **options).__aenter__()
+            await until(lambda: listener.statistics().refused == 1)
+        assert client.last.session_reused
+        first.abort()
+
+
 async def test_only_one_side_with_tls(
     worker: ucp.Worker, certificates: Certificates, caplog: pytest.LogCaptureFixture
 ) -> None:

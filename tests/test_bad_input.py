@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
-from helpers import open_pair, open_raw_pair, pattern, tasks_begin, until
+from helpers import open_pair, open_raw_listener, open_raw_pair, pattern, tasks_begin, until
 from refused_memory import few_allocations
 
 import trio_ucx
@@ -200,7 +200,7 @@ async def test_closed_objects(worker: ucp.Worker) -> None:
         ):
             await refuses(function, trio.ClosedResourceError, "closed")
     [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-    raw = await worker.open_listener("127.0.0.1", 0)
+    raw = await open_raw_listener(worker)
     await listener.aclose()
     await raw.aclose()
     await refuses(listener.accept, trio.ClosedResourceError, "listener was closed")
@@ -342,7 +342,7 @@ async def test_another_thread(transports: str) -> None:
         ucp.open_worker(config={"TLS": transports}, features=ucp.Feature.ALL) as worker,
         open_pair(worker) as (client, server),
         open_raw_pair(worker) as (raw, raw_server),
-        await worker.open_listener("127.0.0.1", 0) as raw_listener,
+        await open_raw_listener(worker) as raw_listener,
         worker.open_active_messages(3) as queue,
         AsyncExitStack() as stack,
     ):
@@ -527,7 +527,7 @@ async def test_names_ids_and_keepalive(worker: ucp.Worker) -> None:
 
 
 async def test_endpoint_options(worker: ucp.Worker) -> None:
-    async with await worker.open_listener("127.0.0.1", 0) as listener:
+    async with await open_raw_listener(worker) as listener:
         for options, kind, match in (
             ({"name": 5}, TypeError, "name must be a str"),
             ({"error_mode": "peer"}, TypeError, "ErrorMode"),
@@ -574,7 +574,7 @@ async def test_connect_to_a_port_where_nobody_listens(worker: ucp.Worker) -> Non
 
 
 async def test_accepting_on_what_is_no_worker(worker: ucp.Worker) -> None:
-    async with await worker.open_listener("127.0.0.1", 0) as listener:
+    async with await open_raw_listener(worker) as listener:
         client = await worker.open_endpoint(listener.address)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.flush)

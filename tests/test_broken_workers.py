@@ -11,7 +11,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import nothing_happens, open_pair, until
+from helpers import nothing_happens, open_pair, open_raw_listener, until
 from injected_faults import break_worker, lose_completions
 from peers import REMOTE
 from timing import Stopwatch
@@ -110,7 +110,7 @@ async def test_raw_operations(transports: str) -> None:
         start("wait_stream_ready", worker.wait_stream_ready)
         messages = waits.stack.enter_context(worker.open_active_messages(1))
         start("ActiveMessages.receive", messages.receive)
-        listener = await waits.stack.enter_async_context(await worker.open_listener("127.0.0.1", 0))
+        listener = await waits.stack.enter_async_context(await open_raw_listener(worker))
         start("accept_request", listener.accept_request)
         start("tag_send before the close", closing.tag_send, bytes(LARGE), 3)
         await trio.testing.wait_all_tasks_blocked()

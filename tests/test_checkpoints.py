@@ -19,7 +19,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import open_raw_pair, until
+from helpers import open_raw_listener, open_raw_pair, until
 
 import trio_ucx
 import trio_ucx.anyio
@@ -101,7 +101,7 @@ async def set_stage(worker: ucp.Worker) -> AsyncIterator[Stage]:
         raw_client, raw_server = await stack.enter_async_context(open_raw_pair(worker))
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
         stack.push_async_callback(listener.aclose)
-        raw_listener = await worker.open_listener("127.0.0.1", 0)
+        raw_listener = await open_raw_listener(worker)
         stack.push_async_callback(raw_listener.aclose)
         yield Stage(worker, client, server, listener, raw_client, raw_server, raw_listener)
 
@@ -221,11 +221,11 @@ async def use_worker_open_endpoint(stage: Stage) -> None:
 @calls("Worker.open_listener", "RawListener.aclose", "RawListener.__aenter__", "RawListener.__aexit__")
 async def use_worker_open_listener(stage: Stage) -> None:
     with assert_checkpoints():
-        listener = await stage.worker.open_listener("127.0.0.1", 0)
+        listener = await open_raw_listener(stage.worker)
     for _ in range(2):
         with assert_checkpoints():
             await listener.aclose()
-    async with await stage.worker.open_listener("127.0.0.1", 0) as listener:
+    async with await open_raw_listener(stage.worker) as listener:
         with assert_checkpoints():
             await listener.__aexit__(None, None, None)
 
@@ -274,7 +274,7 @@ async def use_rawlistener_accept_request(stage: Stage) -> None:
         requests[-1].reject()
     for endpoint in endpoints:
         endpoint.abort()
-    listener = await stage.worker.open_listener("127.0.0.1", 0)
+    listener = await open_raw_listener(stage.worker)
     await listener.aclose()
     with assert_checkpoints(), pytest.raises(StopAsyncIteration):
         await listener.__anext__()
@@ -831,7 +831,7 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
                 "UCXStream.send_eof": stream.send_eof,
                 "Worker.flush": closed.flush,
                 "Worker.open_endpoint": lambda: closed.open_endpoint(address),
-                "Worker.open_listener": lambda: closed.open_listener("127.0.0.1", 0),
+                "Worker.open_listener": lambda: open_raw_listener(closed),
                 "Worker.tag_receive": lambda: closed.tag_receive(buffer, 1),
                 "Worker.tag_wait": lambda: closed.tag_wait(1),
                 "Worker.wait_stream_ready": closed.wait_stream_ready,

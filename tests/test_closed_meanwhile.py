@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import expect_closed, open_pair, open_raw_pair, until
+from helpers import expect_closed, open_pair, open_raw_listener, open_raw_pair, until
 from injected_faults import close_worker, close_worker_at_once
 
 import trio_ucx
@@ -20,7 +20,7 @@ from trio_ucx.testing import internals
 async def test_raw_listener(worker: ucp.Worker) -> None:
     """The request that a task was given is rejected, and freed, when the listener closes."""
     for _ in range(8):  # either task may be the first
-        listener = await worker.open_listener("127.0.0.1", 0)
+        listener = await open_raw_listener(worker)
         endpoint = await worker.open_endpoint(listener.address)
         await until(lambda listener=listener: listener._core.waiting)
         async with trio.open_nursery() as nursery:
@@ -30,7 +30,7 @@ async def test_raw_listener(worker: ucp.Worker) -> None:
 
 
 async def test_raw_listener_that_was_waited_for(worker: ucp.Worker) -> None:
-    listener = await worker.open_listener("127.0.0.1", 0)
+    listener = await open_raw_listener(worker)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(expect_closed, listener.accept_request)
         await trio.testing.wait_all_tasks_blocked()

@@ -23,6 +23,7 @@ from helpers import (
     nothing_happens,
     open_pair,
     open_peer,
+    open_raw_listener,
     open_raw_pair,
     pattern,
     until,
@@ -401,7 +402,7 @@ async def test_dropped_objects_leave_a_warning_only(worker: ucp.Worker) -> None:
 
 async def test_forgotten_listeners_leave_a_warning(worker: ucp.Worker) -> None:
     """And listen no more."""
-    raw = await worker.open_listener("127.0.0.1", 0)
+    raw = await open_raw_listener(worker)
     [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
     addresses = raw.address, listener.address
     for name in "RawListener", "Listener":
@@ -423,7 +424,7 @@ async def test_forgotten_listeners_leave_a_warning(worker: ucp.Worker) -> None:
 
 async def test_closed_raw_listener_leaves_no_warning() -> None:
     async with ucp.open_worker() as worker:
-        listener = await worker.open_listener("127.0.0.1", 0)
+        listener = await open_raw_listener(worker)
         await listener.aclose()
         assert "closed" in repr(listener)
     del listener
@@ -434,7 +435,7 @@ async def test_raw_listener_closes_without_descriptors(worker: ucp.Worker, monke
     def refuse(path: str) -> list[str]:
         raise OSError(errno.EMFILE, "no descriptors")
 
-    listener = await worker.open_listener("127.0.0.1", 0)
+    listener = await open_raw_listener(worker)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(expect_closed, listener.accept_request)
         await trio.testing.wait_all_tasks_blocked()
@@ -456,7 +457,7 @@ async def test_listeners_that_are_open_when_their_worker_closes() -> None:
     with pytest.warns(ResourceWarning) as caught:
         async with ucp.open_worker() as worker:
             listeners = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-            raw = await worker.open_listener("127.0.0.1", 0)
+            raw = await open_raw_listener(worker)
     said = sorted(str(warning.message) for warning in caught)
     assert [line.partition(" at ")[0] for line in said] == [
         "unclosed <trio_ucx.Listener",
@@ -553,7 +554,7 @@ async def test_force_ends_a_close_in_the_background(worker: ucp.Worker, caplog: 
 async def test_context_of_an_open_worker(worker: ucp.Worker) -> None:
     with ucp.open_context({"TLS": "tcp"}) as context:
         async with ucp.open_worker(context=context) as one, ucp.open_worker(context=context) as two:
-            async with await one.open_listener("127.0.0.1", 0) as listener:
+            async with await open_raw_listener(one, two, worker) as listener:
                 async with await worker.open_endpoint(listener.address) as client:
                     request = await listener.accept_request()
                     assert request.client_address == client.local_address

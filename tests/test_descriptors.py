@@ -91,6 +91,7 @@ async def main():
             common["context"] = outer.enter_context(ucp.open_context({"TLS": TLS}))
         elif KIND not in ("context", "first context", "worker", "shared worker"):
             common["worker"] = await outer.enter_async_context(ucp.open_worker(config={"TLS": TLS}))
+            common["worker"].admit("127.0.0.1")
             common["peer"] = await outer.enter_async_context(ucp.open_worker(config={"TLS": TLS}))
         if KIND == "connection":
             [common["listener"]] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=common["peer"])

@@ -12,7 +12,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import expect_closed, free_port, pattern, until
+from helpers import expect_closed, free_port, open_raw_listener, pattern, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import ALL, HOST, NETWORK, ONLY_SHARED, SAMPLES, description_with, some_description, with_checksum
@@ -882,7 +882,7 @@ async def test_closing_a_listener_ends_a_waiting_accept(worker: ucp.Worker) -> N
 
 
 async def test_raw_requests_can_be_rejected(worker: ucp.Worker) -> None:
-    async with await worker.open_listener("127.0.0.1", 0) as listener:
+    async with await open_raw_listener(worker) as listener:
         client = await worker.open_endpoint(listener.address)
         request = await listener.accept_request()
         request.reject()

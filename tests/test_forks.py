@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import trio
-from helpers import open_pair, open_peer, open_raw_pair
+from helpers import open_pair, open_peer, open_raw_listener, open_raw_pair
 from injected_faults import close_context, close_worker
 from outcome import Value
 from peers import REMOTE
@@ -140,7 +140,7 @@ async def test_what_a_child_inherits(transports: str) -> None:
         worker = await stack.enter_async_context(ucp.open_worker(config={"TLS": transports}, features=REMOTE))
         client, server = await stack.enter_async_context(open_pair(worker))
         endpoint, other_end = await stack.enter_async_context(open_raw_pair(worker))
-        raw_listener = await stack.enter_async_context(await worker.open_listener("127.0.0.1", 0))
+        raw_listener = await stack.enter_async_context(await open_raw_listener(worker))
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
         stack.push_async_callback(listener.aclose)
         memory = stack.enter_context(worker.context.allocate(4096))
@@ -178,7 +178,7 @@ async def test_what_a_child_inherits(transports: str) -> None:
                 "flush worker": lambda: worker.flush(),
                 "fence": worker.fence,
                 "open_endpoint": lambda: worker.open_endpoint(worker.address),
-                "open_listener": lambda: worker.open_listener("127.0.0.1", 0),
+                "open_listener": lambda: open_raw_listener(worker),
                 "open_active_messages": lambda: worker.open_active_messages(8),
                 "statistics": worker.statistics,
                 "accept": lambda: listener.accept(),

@@ -10,7 +10,7 @@ import socket
 
 import pytest
 import trio
-from helpers import assert_transports, free_port, open_pair, open_peer, open_raw_pair, until
+from helpers import assert_transports, free_port, open_pair, open_peer, open_raw_listener, open_raw_pair, until
 from injected_faults import close_worker
 from networks import open_network
 
@@ -83,9 +83,9 @@ async def test_address_tells_the_worker_apart(worker: ucp.Worker) -> None:
 
 
 async def test_client_id(transports: str, worker: ucp.Worker) -> None:
-    async with await worker.open_listener("127.0.0.1", 0) as listener:
+    async with await open_raw_listener(worker) as listener:
         for client_id in (None, 1, 2**64 - 1):
-            async with ucp.open_worker(config={"TLS": transports}, client_id=client_id) as other:
+            async with ucp.open_worker(config={"TLS": transports}, client_id=client_id, admit=["127.0.0.1"]) as other:
                 assert other.attributes().client_id == client_id
                 endpoint = await other.open_endpoint(listener.address)
                 with trio.fail_after(15):
@@ -107,7 +107,7 @@ async def test_client_id_of_a_connection(transports: str, worker: ucp.Worker) ->
 
 
 async def test_names_of_endpoints(worker: ucp.Worker) -> None:
-    async with await worker.open_listener("127.0.0.1", 0) as listener:
+    async with await open_raw_listener(worker) as listener:
         client = await worker.open_endpoint(listener.address, name="client")
         server = await (await listener.accept_request()).accept(name="server")
         assert (client.name, server.name) == ("client", "server")
@@ -208,7 +208,7 @@ async def test_local_address(worker: ucp.Worker, how: str) -> None:
 
 async def test_local_address_of_a_raw_endpoint(worker: ucp.Worker) -> None:
     mine = own_address()
-    async with await worker.open_listener("127.0.0.1", 0) as listener:
+    async with await open_raw_listener(worker) as listener:
         endpoint = await worker.open_endpoint(listener.address, local_address=mine)
         with trio.fail_after(15):
             request = await listener.accept_request()

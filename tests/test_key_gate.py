@@ -431,10 +431,11 @@ async def test_raw_endpoints_between_workers_of_trio_ucx(transports: str) -> Non
     for _ in range(5):
         async with ucp.open_worker(config=config) as one, ucp.open_worker(config=config) as two:
             async with await one.open_endpoint(two.address) as there, await two.open_endpoint(one.address) as back:
-                await there.tag_send(bytes(1 << 20), tag=3)
-                await back.tag_send(b"world", tag=4)
-                await one.tag_receive(bytearray(5), tag=4)
-                await two.tag_receive(bytearray(1 << 20), tag=3)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(there.tag_send, bytes(1 << 20), 3)
+                    nursery.start_soon(back.tag_send, b"world", 4)
+                    await one.tag_receive(bytearray(5), tag=4)
+                    await two.tag_receive(bytearray(1 << 20), tag=3)
 
 
 async def test_hosts_that_need_no_key(caplog: pytest.LogCaptureFixture) -> None:
@@ -605,8 +606,9 @@ NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 
 
 async def test_strangers_on_other_hosts_and_of_other_users() -> None:
-    """Strangers are turned away at every port: users of the server's and of the peer's machine, and other hosts. Before,
-    during and after a connection.
+    """Strangers are turned away at every port before, during and after a connection.
+
+    They are other users of the server's machine and of the peer's, and other hosts.
     """
     with open_network() as network:
         serving, friend, stranger = network.host(), network.host(), network.host()

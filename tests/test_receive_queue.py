@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from helpers import TRANSPORTS, Rounds, open_peer, pattern, until
+from helpers import TRANSPORTS, Rounds, open_peer, open_raw_listener, pattern, until
 from injected_faults import record_probes
 from timing import Stopwatch
 
@@ -266,8 +266,8 @@ async def test_raw_endpoints_by_socket_address_of_a_stopped_queue(monkeypatch: p
     async with (
         ucp.open_worker(config=options("sysv")) as worker,
         ucp.open_worker(config=options("sysv")) as other,
-        await other.open_listener("127.0.0.1", 0) as there,
-        await worker.open_listener("127.0.0.1", 0) as here,
+        await open_raw_listener(other, worker) as there,
+        await open_raw_listener(worker) as here,
     ):
         queue = internals(worker).receive_queue
         monkeypatch.setattr(queue, "stopped", True)

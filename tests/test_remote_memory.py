@@ -18,7 +18,16 @@ import attrs
 import numpy as np
 import pytest
 import trio
-from helpers import assert_free, assert_pinned, assert_transports, open_peer, open_raw_pair, pattern, until
+from helpers import (
+    assert_free,
+    assert_pinned,
+    assert_transports,
+    open_peer,
+    open_raw_listener,
+    open_raw_pair,
+    pattern,
+    until,
+)
 from peers import REMOTE
 from remote import (
     SOON,
@@ -572,7 +581,7 @@ async def test_map_over_tcp() -> None:
 
 async def test_map_before_the_connection_is_up() -> None:
     """A key unpacked by then would never reach the memory."""
-    async with open_two("tcp,sm,self") as (worker, owner), await owner.open_listener("127.0.0.1", 0) as listener:
+    async with open_two("tcp,sm,self") as (worker, owner), await open_raw_listener(owner, worker) as listener:
         with owner.context.allocate(10) as memory:
             client = await worker.open_endpoint(listener.address)
             remote = client.attach(memory.descriptor)

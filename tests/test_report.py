@@ -427,7 +427,7 @@ async def test_path_that_others_have_taken(tmp_path: Path) -> None:
         target.write_text("mine")
         path.symlink_to(target)
         try:
-            with pytest.raises(NoReport, match="exists"):
+            with pytest.raises(NoReport, match=f"exists, of user {os.geteuid()}: "):
                 await report_of(program)
             program.signal(signal.SIGUSR1)
             assert "report of process" in await report_of(program, "json")

@@ -19,6 +19,7 @@ from helpers import (
     expect_closed,
     nothing_happens,
     open_peer,
+    open_raw_listener,
     open_raw_pair,
     pattern,
     until,
@@ -320,7 +321,7 @@ async def test_closed_by_us(worker: ucp.Worker) -> None:
 
 
 async def test_broken_endpoint_that_nobody_closes_keeps_nothing(worker: ucp.Worker) -> None:
-    async with await worker.open_listener("127.0.0.1", 0) as listener:
+    async with await open_raw_listener(worker) as listener:
         client = await worker.open_endpoint(listener.address)
         server: ucp.Endpoint | None = await (await listener.accept_request()).accept()
         assert server is not None
@@ -338,7 +339,7 @@ async def test_worker_closed_with_unread_data(transports: str, read: int, monkey
     """And with endpoints that are open."""
     kept = record_workers_left_alone(monkeypatch)
     async with ucp.open_worker(config={"TLS": transports}, features=FEATURES) as worker:
-        listener = await worker.open_listener("127.0.0.1", 0)
+        listener = await open_raw_listener(worker)
         client = await worker.open_endpoint(listener.address)
         server = await (await listener.accept_request()).accept()
         await client.stream_send(pattern(10_000))

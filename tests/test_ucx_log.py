@@ -38,7 +38,7 @@ if "unconfigured" not in sys.argv:
     logging.getLogger().addHandler(Keep())
 
 async def main():
-    async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
+    async with ucp.open_worker(config={"TLS": "tcp"}, admit=["127.0.0.1"]) as worker:
         async with await worker.open_listener("127.0.0.1", 0) as listener:
             kept = len(records)
             for _ in range(30 if "patient" in sys.argv else 1):

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from helpers import open_peer
+from helpers import open_peer, open_raw_listener
 from injected_faults import Library
 from samples import sample, some_worker
 
@@ -86,7 +86,7 @@ def test_socket_address_that_tcp_does_not_reach() -> None:
 
 
 async def test_rejected_client(transports: str, worker: ucp.Worker) -> None:
-    async with await worker.open_listener("127.0.0.1", 0) as listener:
+    async with await open_raw_listener(worker) as listener:
         endpoint = await worker.open_endpoint(listener.address)
         (await listener.accept_request()).reject()
         expected = f"its listener refused, or its UCX is of another release.*{RELEASE}"
@@ -122,7 +122,7 @@ def test_release_of_the_peer() -> None:
 async def test_client_that_cannot_be_accepted(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the client's UCX is of another release, for instance: an OSError that says so, whatever UCX answers."""
     for status in (Status.UNREACHABLE, Status.INVALID_PARAM, Status.CONNECTION_RESET):
-        async with await worker.open_listener("127.0.0.1", 0) as listener:
+        async with await open_raw_listener(worker) as listener:
             endpoint = await worker.open_endpoint(listener.address)
             request = await listener.accept_request()
             with monkeypatch.context() as patch:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from helpers import free_port, until
+from helpers import free_port, open_raw_listener, until
 
 from trio_ucx import ucp
 from trio_ucx._native import ucx
@@ -128,7 +128,7 @@ async def test_c_program_as_client(
 ) -> None:
     async with (
         open_talk(mode, transports, size * vector) as talk,
-        await talk.worker.open_listener("127.0.0.1", 0) as listener,
+        await open_raw_listener(talk.worker) as listener,
     ):
         host, port = listener.address
         command = [executable, "-a", host, *arguments(mode, port, size, vector, iterations)]

@@ -9,7 +9,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import trio
-from helpers import assert_free, check_stream, free_port, numbered_write, open_pair, open_raw_pair, pattern, until
+from helpers import (
+    assert_free,
+    check_stream,
+    free_port,
+    numbered_write,
+    open_pair,
+    open_raw_listener,
+    open_raw_pair,
+    pattern,
+    until,
+)
 from peers import REMOTE
 
 import trio_ucx
@@ -207,7 +217,7 @@ async def graceful_close(transports: str, spin: float | None) -> AsyncIterator[B
 @scenario
 async def raw_connections(transports: str, spin: float | None) -> AsyncIterator[Begin]:
     async with open_workers(transports, spin) as (one, other):
-        async with await other.open_listener("127.0.0.1", 0) as listener, trio.open_nursery() as nursery:
+        async with await open_raw_listener(other, one) as listener, trio.open_nursery() as nursery:
 
             async def serve_raw() -> None:
                 async for request in listener:
@@ -255,7 +265,7 @@ async def raw_listener(transports: str, spin: float | None) -> AsyncIterator[Beg
 
             async def operation() -> None:
                 with trio.CancelScope(shield=True):
-                    found.append(await other.open_listener("127.0.0.1", 0))
+                    found.append(await open_raw_listener(other))
                     opened.set()
                 found.append(await found[0].accept_request())
                 found.append(await found[1].accept())

@@ -277,8 +277,8 @@ async def raw_streams(transports: str) -> None:
     """By socket address."""
     config = {"TLS": transports}
     features = ucp.DEFAULT_FEATURES | ucp.Feature.STREAM
-    async with ucp.open_worker(config=config, features=features) as worker:
-        async with ucp.open_worker(config=config, features=features) as other:
+    async with ucp.open_worker(config=config, features=features, admit=["127.0.0.1"]) as worker:
+        async with ucp.open_worker(config=config, features=features, admit=["127.0.0.1"]) as other:
             async with await other.open_listener("127.0.0.1", 0) as listener:
                 client = await worker.open_endpoint(listener.address)
                 try:

@@ -40,6 +40,8 @@ from trio_ucx.testing import live_handles
 BOUND = 8
 #: Seconds for an attempt.
 LIMIT = int(os.environ.get("STARVED_LIMIT", "75"))
+#: Raw listeners and their clients are on this machine.
+HERE = ["127.0.0.1"]
 FEATURES = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO64 | ucp.Feature.STREAM
 SMALL, LARGE = 100, 1_000_000
 
@@ -194,8 +196,8 @@ class Common:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        async with ucp.open_worker(config=self.config, features=FEATURES) as self.one:
-            async with ucp.open_worker(config=self.config, features=FEATURES) as self.two:
+        async with ucp.open_worker(config=self.config, features=FEATURES, admit=HERE) as self.one:
+            async with ucp.open_worker(config=self.config, features=FEATURES, admit=HERE) as self.two:
                 [self.listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=self.two)
                 async with self.listener:
                     yield

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,8 +41,15 @@ class Rank:
 
     def wait_output(self, pattern: str, begin: int = 0) -> None:
         """Waits until the output, from its character ``begin`` on, has a line that matches."""
+        self._wait(pattern, lambda: self.output[begin:])
+
+    def wait_error(self, pattern: str) -> None:
+        """Waits until stderr has a line that matches."""
+        self._wait(pattern, lambda: self.errors)
+
+    def _wait(self, pattern: str, text: Callable[[], str]) -> None:
         end = time.monotonic() + DEADLINE
-        while not re.search(pattern, self.output[begin:], re.MULTILINE):
+        while not re.search(pattern, text(), re.MULTILINE):
             assert self.process.poll() is None and time.monotonic() < end, f"nothing like {pattern!r} of {self}"
             time.sleep(0.02)
 

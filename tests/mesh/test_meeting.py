@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import stat
+import struct
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import trio
 from helpers import free_port
 
 import trio_ucx
 from trio_ucx import mesh, ucp
+from trio_ucx._wire import MAGIC, VERSION, RefusalCode
+from trio_ucx.mesh import _meeting_file
+from trio_ucx.mesh._contact import Contact
 from trio_ucx.mesh._meeting import Coordinator, Follower, name_ranks
 
 KEY = bytes(range(32))
@@ -103,14 +113,81 @@ async def test_another_size(meeting: str) -> None:
     assert isinstance(error, ConnectionRefusedError) and "rank 0 of 3" in str(error) and "of 4" in str(error)
 
 
-@pytest.mark.parametrize("by", ["a port", "a file"])
-async def test_keys_that_differ(meeting: str, by: str) -> None:
-    """An address in a file may be that of an earlier group, so a rank tries again until its time is over."""
-    if by == "a port":
-        meeting = f"127.0.0.1:{free_port()}"
+async def test_keys_that_differ(meeting: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever is at the address may not be rank 0, so a rank tries again until its time is over."""
     ends = await meet(*((0, rank, 2, meeting, {"authkey": KEY[:: 1 - 2 * rank], "timeout": 3}) for rank in (0, 1)))
-    assert isinstance(ends[1], trio_ucx.NotAdmitted)
+    assert isinstance(ends[1], trio_ucx.NotAdmitted) and "the authkeys of the two sides differ" in str(ends[1])
     assert isinstance(ends[0], mesh.MeetingError)
+    assert [line.getMessage()[:37] for line in caplog.records] == ["rank 1 tries again for up to 3 s: [Er"]
+
+
+def _preamble(flags: int) -> bytes:
+    return MAGIC + struct.pack("<HH", VERSION, flags) + bytes(32)
+
+
+def _refusal(why: int) -> bytes:
+    return struct.pack("<IBB", 9, 1, why) + b"go away"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(_preamble(1) + _refusal(why) for why in RefusalCode),
+        _preamble(0) + _refusal(RefusalCode.NOT_ADMITTED),
+        _preamble(0),  # it has no key
+        _preamble(1) + struct.pack("<IB", 33, 2) + bytes(32),  # a wrong proof
+        _preamble(1) + struct.pack("<IB", 0, 0),
+        MAGIC + struct.pack("<HH", 99, 1) + bytes(32) + _refusal(RefusalCode.NOT_ADMITTED),
+        b"HTTP/1.0 400\r\n\r\n",
+        b"",
+    ],
+)
+async def test_a_stranger_that_has_the_port_for_a_moment(answer: bytes) -> None:
+    """It does not know the key, so that it cannot send a rank away."""
+    port = free_port()
+    meeting = f"127.0.0.1:{port}"
+
+    async def refuse(stream: trio.SocketStream) -> None:
+        async with stream:
+            await stream.receive_some()
+            if answer:
+                await stream.send_all(answer)
+        came.set()
+
+    came = trio.Event()
+    ends: list[BaseException | None] = []
+
+    async def join_rank_1() -> None:
+        ends.append(await failure(1, 2, meeting, authkey=KEY))
+
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            async with trio.open_nursery() as squatting:
+                [listener] = await trio.open_tcp_listeners(port, host="127.0.0.1")
+                squatting.start_soon(trio.serve_listeners, refuse, [listener])
+                nursery.start_soon(join_rank_1)
+                await came.wait()
+                squatting.cancel_scope.cancel()
+            ends.append(await failure(0, 2, meeting, authkey=KEY))
+    assert ends == [None, None]
+
+
+async def test_what_has_refused_a_rank_is_in_its_error(caplog: pytest.LogCaptureFixture) -> None:
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listener.socket.getsockname()[1]
+
+    async def refuse_once() -> None:
+        async with listener, await listener.accept() as stream:
+            await stream.receive_some()
+            await stream.send_all(_preamble(1) + _refusal(RefusalCode.NOT_ADMITTED))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(refuse_once)
+        error = await failure(1, 2, f"127.0.0.1:{port}", authkey=KEY, timeout=1)
+    assert isinstance(error, trio_ucx.NotAdmitted)
+    assert "refused the connection: go away; later: " in str(error) and "is a listener open there?" in str(error)
+    [line] = caplog.records
+    assert line.getMessage().endswith(": go away")
 
 
 async def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
@@ -147,6 +224,83 @@ async def test_a_file_that_an_earlier_job_has_left(tmp_path: Path) -> None:
     path.write_text('{"hosts": ["127.0.0.1"], "port": 9, "machine": "gone", "authkey": "0123456789abcdef0123"}')
     meeting = f"file://{path}"
     assert await meet((0.5, 0, 2, meeting, {}), (0, 1, 2, meeting, {})) == [None, None]
+
+
+def _foreign(path: Path, text: str) -> None:
+    path.write_text(text)
+    os.chown(path, 12345, -1)
+
+
+def _changeable(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o620)
+
+
+def _linked(path: Path, text: str) -> None:
+    path.with_name("elsewhere").write_text(text)
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (_foreign, "meeting belongs to user 12345: "),
+        (_changeable, "meeting can be changed by other users (mode 0620): "),
+        (_linked, "meeting is not a regular file: "),
+        (lambda path, text: os.mkfifo(path), "meeting is not a regular file: "),
+        (lambda path, text: path.mkdir(), "meeting is not a regular file: "),
+    ],
+)
+async def test_a_file_that_others_can_have_written_is_not_trusted(
+    tmp_path: Path, make: Callable[[Path, str], object], words: str
+) -> None:
+    """It would lead to a false rank 0, and a FIFO would block Trio's loop for ever."""
+    path = tmp_path / "meeting"
+    if make is _foreign and os.geteuid() != 0:
+        pytest.skip("only root can make a file of somebody else")
+    async with ucp.open_worker() as worker:
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, authkey=KEY)
+        async with listener:
+            contact = Contact(["127.0.0.1"], listener.address[1], "", KEY.decode("latin-1"))
+            make(path, json.dumps(attrs.asdict(contact)))
+            [end] = await meet((0, 1, 2, f"file://{path}", {"timeout": 0.5}))
+            assert isinstance(end, mesh.MeetingError)
+            assert words in str(end) and "a folder where only this user can write" in str(end)
+            assert listener.statistics().handshaking == listener.statistics().waiting == 0
+
+
+def test_a_meeting_file_is_replaced_at_once(tmp_path: Path) -> None:
+    """Nobody knows the name of the temporary file before. A FIFO at the path does no harm at the end either."""
+    path = tmp_path / "meeting"
+    os.mkfifo(path)
+    _meeting_file.remove(path, b"")
+    assert path.is_fifo()
+    for name in (f".meeting.{os.getpid()}", ".meeting"):
+        (tmp_path / name).mkdir()
+    for data in (b"first", b"second"):
+        _meeting_file.write(path, data)
+        assert path.stat().st_mode == stat.S_IFREG | 0o600 and _meeting_file.read(path) == data
+    _meeting_file.remove(path, b"first")
+    assert path.exists()
+    _meeting_file.remove(path, b"second")
+    assert not path.exists() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_file_of_another_user_where_rank_0_writes() -> None:
+    """In a folder such as /tmp, it cannot be replaced."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become two users")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o1777)
+        path = Path(folder, "meeting")
+        _foreign(path, "")
+        os.seteuid(54321)
+        try:
+            with pytest.raises(PermissionError, match="meeting belongs to user 12345: .* in a folder where only"):
+                _meeting_file.write(path, b"text")
+        finally:
+            os.seteuid(0)
+        assert os.listdir(folder) == ["meeting"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"hosts": 5}', "\0"])

@@ -476,6 +476,10 @@ def test_bad_keys(tmp_path: Path) -> None:
     path.write_bytes(b"short")
     with pytest.raises(ValueError, match="^TRIO_UCX_AUTHKEY_FILE=.*: authkey has 5 bytes"):
         find_place(with_file)
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    with pytest.raises(PermissionError, match="^TRIO_UCX_AUTHKEY_FILE=.*: it is not a regular file"):
+        find_place(with_file)
     for text in ("", "short"):
         with pytest.raises(ValueError, match="^TRIO_UCX_AUTHKEY: authkey has"):
             find_place({**OURS, "TRIO_UCX_AUTHKEY": text})

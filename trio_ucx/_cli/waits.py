@@ -15,10 +15,13 @@ from typing import Any
 
 from .._report.reporting import answer_path, mark_of
 from ..ucp._process import is_stopped
+from ..ucp._util import printable
 from .errors import NoReport
 
 #: Seconds for an answer; and those after which an unanswered signal is sent again.
 TIMEOUT, AGAIN = 10.0, 2.0
+#: The longest report, in bytes: that of some 40,000 connections.
+LONGEST = 2**24
 
 
 def add_command(commands: Any) -> None:
@@ -84,7 +87,7 @@ def _ask(pid: int, process: int, number: signal.Signals, kind: str, timeout: flo
 def _handles(pid: int, number: signal.Signals) -> bool:
     """Whether a process has called ``report_on_signal`` for a signal, which may end it otherwise."""
     status = Path(f"/proc/{pid}/status").read_text()
-    if not int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1:
+    if not int(status.partition("\nSigCgt:")[2].split()[0], 16) >> (number - 1) & 1:
         return False
     mark = f"/memfd:{mark_of(number)} "
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -100,8 +103,9 @@ def _fifo(path: str, user: int) -> Iterator[int]:
     try:
         os.mkfifo(path, 0o600)
     except FileExistsError:
+        owner = os.lstat(path).st_uid
         raise NoReport(
-            f"{path} exists: another report is being asked for, or was interrupted; then remove it"
+            f"{path} exists, of user {owner}: another report is being asked for, or was interrupted; then remove it"
         ) from None
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -127,7 +131,7 @@ def _read(answer: int, process: int, number: signal.Signals, deadline: float) ->
     poll = select.poll()
     for descriptor in (answer, process):
         poll.register(descriptor, select.POLLIN)
-    data = b""
+    data = bytearray()
     while (left := deadline - time.monotonic()) > 0:
         if not data:
             signal.pidfd_send_signal(process, number)
@@ -137,6 +141,8 @@ def _read(answer: int, process: int, number: signal.Signals, deadline: float) ->
             if not part:
                 break
             data += part
+            if len(data) > LONGEST:
+                raise NoReport(f"the process sends a report of more than {LONGEST} bytes")
         elif process in ready:
             break
-    return data.decode(errors="replace")
+    return printable(data.decode(errors="replace"), len(data), keep="\n\t")  # the process may be another user's

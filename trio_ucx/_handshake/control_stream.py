@@ -111,7 +111,7 @@ class ControlStream:
 
         Raises:
             ssl.SSLError: it failed, because of a certificate for instance.
-            ProtocolError: the client does not speak TLS, or has shown no certificate.
+            ProtocolError: the client does not speak TLS, has shown no certificate, or has resumed a TLS session.
             OSError: the socket broke.
         """
         first = b""
@@ -137,6 +137,11 @@ class ControlStream:
             else:
                 await self._send_raw(tls.outgoing.read())
                 break
+        # OpenSSL verifies no certificate again when a session is resumed: it may have expired, or been revoked.
+        if not is_client and context.verify_mode != ssl.CERT_NONE and tls.object.session_reused:
+            raise ProtocolError(
+                "this listener verifies certificates, and a resumed TLS session skips that: connect with a new session"
+            )
         # A context with post_handshake_auth requires a certificate, but does not ask for it in the handshake.
         if not is_client and context.verify_mode == ssl.CERT_REQUIRED and tls.object.getpeercert(True) is None:
             raise ProtocolError("this listener requires a certificate: load one into the client's ssl_context")

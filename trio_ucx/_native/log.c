@@ -65,11 +65,19 @@ static const char *level_name(int level)
     return level == UCS_LOG_LEVEL_PRINT ? "PRINT" : level < UCS_LOG_LEVEL_LAST ? ucs_log_level_names[level] : "?";
 }
 
-/* Writes a line to stderr, when it cannot be logged. */
+/* Writes a line to stderr, when it cannot be logged. It may quote a peer, whose text must not control the terminal. */
 void tu_log_print(const tu_log_line_t *line)
 {
+    char *text = strdupa(line->text);
+    char *at;
+
+    for (at = text; *at != '\0'; at++) {
+        if (*at < ' ' || *at > '~') {
+            *at = '?';
+        }
+    }
     dprintf(STDERR_FILENO, "%s:%u UCX %s %s\n", base_name(line->file), line->number, level_name(line->level),
-            line->text);
+            text);
 }
 
 static uint64_t now(void)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
-import os
 import secrets
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from pathlib import Path
+from contextlib import asynccontextmanager
 from typing import Any
 
 import attrs
@@ -26,10 +25,14 @@ from ..ucp import Worker
 from ..ucp._address import format_address
 from ..ucp._process import this_host
 from ..ucp._quirks.address_layout import is_loopback
+from ..ucp._util import printable
+from . import _meeting_file
 from ._errors import MeetingError
 from ._mpi import broadcast
 from ._place import Place
 from ._variables import AtFile, AtPort, ThroughMPI
+
+logger = logging.getLogger("trio_ucx")
 
 #: Seconds for an attempt at one of several addresses, which may lead nowhere.
 _ATTEMPT = 10.0
@@ -52,7 +55,7 @@ class Contact:
     authkey: str
 
     def addresses(self) -> list[tuple[str, int]]:
-        hosts = ["127.0.0.1"] if self.machine == _machine() else self.hosts
+        hosts = ["127.0.0.1"] if self.machine == _machine() else map(printable, self.hosts)
         return [(host, self.port) for host in hosts]
 
 
@@ -82,7 +85,7 @@ async def open_meeting_point(
             if error.errno == errno.EADDRINUSE:
                 error.strerror = f"{error.strerror}. Rank 0 must listen there ({place.source}): is it another job's?"
             raise
-        path, text = None, ""
+        path, text = None, b""
     else:
         if options["authkey"] is None:
             options["authkey"] = secrets.token_hex(32).encode()
@@ -91,34 +94,18 @@ async def open_meeting_point(
             _own_hosts(listeners[0].worker), listeners[0].address[1], _machine(), options["authkey"].decode("latin-1")
         )
         path = place.meeting.path if isinstance(place.meeting, AtFile) else None
-        text = json.dumps(attrs.asdict(contact))
+        text = json.dumps(attrs.asdict(contact)).encode()
     try:
         if path is not None:
-            _write(path, text)
+            _meeting_file.write(path, text)
         elif text:
-            await broadcast(text.encode(), size=place.size)
+            await broadcast(text, size=place.size)
         yield listeners
     finally:
         for listener in listeners:
             listener._close()
         if path is not None:
-            with suppress(OSError):
-                if path.read_text() == text:
-                    path.unlink()
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file that only this user can read, at once."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with suppress(FileNotFoundError):
-        temporary.unlink()
-    try:
-        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-            file.write(text)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+            _meeting_file.remove(path, text)
 
 
 async def reach_rank_0(
@@ -128,12 +115,12 @@ async def reach_rank_0(
 
     Raises:
         MeetingError: it does not listen, or cannot be reached.
-        NotAdmitted: the authkeys differ, or rank 0 is in protected mode. With a meeting in a file only at the end: the
-            file may be that of an earlier group.
+        NotAdmitted: the authkeys differ, or rank 0 is in protected mode. Only at the end: what refuses this rank may be
+            an earlier group, or a stranger that has the port for a moment.
     """
     problem = problem or "nothing was tried"
     where = "there"
-    not_admitted: NotAdmitted | None = None
+    refusal: NotAdmitted | None = None
     with trio.move_on_after(timeout):
         fixed = None
         if isinstance(place.meeting, ThroughMPI):
@@ -142,8 +129,8 @@ async def reach_rank_0(
             try:
                 contact = fixed
                 if isinstance(place.meeting, AtFile):
-                    where = f"with an address in {place.meeting.path}"
-                    contact = Contact(**json.loads(place.meeting.path.read_text()))
+                    where = f"with an address in {printable(str(place.meeting.path))}"
+                    contact = Contact(**json.loads(_meeting_file.read(place.meeting.path)))
                 if isinstance(place.meeting, AtPort):
                     addresses = [(place.meeting.host, place.meeting.port)]
                 else:
@@ -151,7 +138,7 @@ async def reach_rank_0(
                     addresses = contact.addresses()
                     options["authkey"] = place.authkey or contact.authkey.encode("latin-1")
             except (OSError, ValueError, TypeError) as error:
-                problem, addresses = str(error), []
+                problem, addresses = printable(str(error)), []
             for address in addresses:
                 where = f"at {format_address(address)}"
                 try:
@@ -159,13 +146,19 @@ async def reach_rank_0(
                         return await open_ucx_stream(*address, worker=worker, **options)
                 except OSError as error:
                     stale = isinstance(place.meeting, AtFile)  # of a job that has ended
-                    if not is_temporary(error) and not stale and not isinstance(error, (NotTrioUCX, socket.gaierror)):
+                    of_others = isinstance(error, (NotAdmitted, NotTrioUCX, socket.gaierror))
+                    if not is_temporary(error) and not stale and not of_others:
                         raise
                     problem = str(error)
-                    not_admitted = error if isinstance(error, NotAdmitted) else None
+                    if isinstance(error, NotAdmitted):
+                        if refusal is None:
+                            logger.warning("rank %d tries again for up to %.3g s: %s", place.rank, timeout, problem)
+                        refusal = error
             await trio.sleep(wait)
-    if not_admitted is not None:
-        raise not_admitted
+    if refusal is not None:
+        if problem != str(refusal):
+            refusal.strerror = f"{refusal.strerror}; later: {problem}"
+        raise refusal
     raise MeetingError(
         f"rank {place.rank} did not find rank 0 {where} within {timeout:.3g} s (from {place.source}): {problem} -- "
         "look whether rank 0 was started, what it has written, and whether this host can connect to its host",

@@ -53,7 +53,7 @@ async def join(
     Args:
         rank, size: this process's number, and how many processes there are.
         meeting: where rank 0 listens: ``"host:port"``; ``"file:///path"`` of a file that rank 0 writes and the others
-            read; or ``"mpi"``, to broadcast its address with mpi4py.
+            read, in a folder where only this user can write; or ``"mpi"``, to broadcast its address with mpi4py.
         timeout: seconds for which to wait for the others.
         allow_anyone: let in ranks from other hosts although there is no ``authkey``.
         on_loss: ``"cancel"``: if a rank is lost, the block is cancelled, and raises :class:`RankLostError`.
@@ -70,10 +70,11 @@ async def join(
     Raises:
         MeetingError: the ranks did not find each other in time.
         RankLostError: a rank was lost.
-        NotAdmitted: the authkeys differ, or there is none and rank 0 is on another host. With a meeting in a file it is
-            raised after ``timeout``, because the file may be that of an earlier group.
+        NotAdmitted: the authkeys differ, or there is none and rank 0 is on another host. It is raised after
+            ``timeout``, and the logger ``trio_ucx`` warns at once: what refuses this rank may be an earlier group, or a
+            stranger that has the port for a moment.
         RuntimeError: no launcher's environment was found.
-        OSError: rank 0 cannot listen at the meeting point, or does not accept this rank.
+        OSError: rank 0 cannot listen at the meeting point, or write its file there; or it does not accept this rank.
         TypeError, ValueError: a wrong argument, or a wrong value in the environment.
     """
     if on_loss not in ("cancel", "continue"):

@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import attrs
 
+from ..ucp._util import printable
 from ._slurm_lists import expand_counts, expand_nodelist
 from ._variables import MEETING, SIZE, AtFile, AtPort, Found, Meeting, ThroughMPI, Variables
 
@@ -246,9 +247,9 @@ class _Kubernetes(Launcher):
         pod, dot, domain = name.partition(".")
         if not dot or re.search("-[0-9]+$", pod) is None:
             raise RuntimeError(
-                f"the host name of this pod, {name}, does not lead to that of rank 0. Give the pods a headless "
-                f"Service: its name is the subdomain of the Job's pods, or the serviceName of the StatefulSet; or set "
-                f"{MEETING} to host:port of rank 0"
+                f"the host name of this pod, {printable(name)}, does not lead to that of rank 0. Give the pods a "
+                "headless Service: its name is the subdomain of the Job's pods, or the serviceName of the StatefulSet; "
+                f"or set {MEETING} to host:port of rank 0"
             )
         return Found(AtPort(re.sub("[0-9]+$", "0", pod) + dot + domain, POD_PORT), "the pod's host name")
 
@@ -288,7 +289,7 @@ def _private_folder(parent: Path) -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise PermissionError(
-            f"{folder} must be a folder that only this user can enter (mode 0700), and is not: remove it, or set "
-            f"{MEETING}"
+            f"{printable(str(folder))} must be a folder that only this user can enter, but belongs to user "
+            f"{found.st_uid}, with mode {stat.S_IMODE(found.st_mode):04o}: remove it, or set {MEETING}"
         )
     return folder

@@ -22,6 +22,8 @@ from typing import Any, get_args
 
 import attrs
 
+from ..ucp._util import printable
+
 #: An address as rank 0 knows it. A host of "" is rank 0's own host, which each rank knows by another address.
 Address = tuple[str, int]
 
@@ -137,9 +139,13 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Raises ValueError: it is not such a message."""
+    """Returns a message, whose texts are printable: they get into errors and logs.
+
+    Raises:
+        ValueError: it is not such a message.
+    """
     try:
-        name, fields = json.loads(data)
+        name, fields = _printable(json.loads(data))
         if name == "Welcome":
             for field in ("members", "lost"):
                 fields[field] = {int(rank): value for rank, value in fields[field].items()}
@@ -157,3 +163,14 @@ def decode(data: bytes) -> Message:
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a message of trio_ucx.mesh: {data[:100]!r}") from error
     return message
+
+
+def _printable(value: Any) -> Any:
+    """Returns a value of JSON with all its texts made printable."""
+    if isinstance(value, str):
+        return printable(value, len(value))
+    if isinstance(value, list):
+        return [_printable(one) for one in value]
+    if isinstance(value, dict):
+        return {_printable(name): _printable(one) for name, one in value.items()}
+    return value

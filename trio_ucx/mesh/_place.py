@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from .._arguments import check_authkey
-from ..ucp._util import check_integer
+from ..ucp._util import check_integer, printable
 from ._launchers import LAUNCHERS, Machine, recognise
 from ._variables import AUTHKEY, AUTHKEY_FILE, MAX_SIZE, MEETING, RANK, SIZE, Found, Meeting, Variables, parse_meeting
 
@@ -153,7 +153,8 @@ def _find_authkey(variables: Variables, argument: bytes | None) -> bytes | None:
     if text is not None:
         name, key = AUTHKEY, text.encode("utf-8", "surrogateescape")
     elif path is not None:
-        name, key = f"{AUTHKEY_FILE}={path}", _read_key_file(path)
+        name = f"{AUTHKEY_FILE}={printable(path)}"
+        key = _read_key_file(path, name)
     else:
         return None
     try:
@@ -162,14 +163,15 @@ def _find_authkey(variables: Variables, argument: bytes | None) -> bytes | None:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _read_key_file(path: str) -> bytes:
-    with open(path, "rb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+def _read_key_file(path: str, name: str) -> bytes:
+    with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        mode = stat.S_IMODE(found.st_mode)
+        if not stat.S_ISREG(found.st_mode):
+            raise PermissionError(f"{name}: it is not a regular file")
         if mode & 0o077:
-            raise PermissionError(
-                f"{AUTHKEY_FILE}={path}: other users can read or change this file (mode {mode:04o}): chmod 600 {path}"
-            )
+            raise PermissionError(f"{name}: other users can read or change this file (mode {mode:04o}): chmod 600 it")
         key = file.read().strip()
     if not key:
-        raise ValueError(f"{AUTHKEY_FILE}={path}: the file is empty")
+        raise ValueError(f"{name}: the file is empty")
     return key

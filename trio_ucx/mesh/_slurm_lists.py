@@ -19,7 +19,7 @@ def expand_nodelist(text: str) -> list[str]:
         names = [""]
         pieces = re.split(r"\[([^\[\]]*)\]", item)  # text, ranges, text, ranges, ..., text
         for number, piece in enumerate(pieces):
-            if number % 2 == 0 and re.search(r"[\[\]\s]", piece):
+            if number % 2 == 0 and (re.search(r"[\[\]\s]", piece) or not piece.isprintable()):
                 raise wrong
             endings = [piece] if number % 2 == 0 else _expand_ranges(piece)
             if not endings or len(nodes) + len(names) * len(endings) > MAX_SIZE:

@@ -12,6 +12,7 @@ import attrs
 
 from .._addresses import format_address, parse_address
 from .._unix import PREFIX as UNIX
+from ..ucp._util import printable
 
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ class Variables:
 class AtPort:
     """Rank 0 listens at this host and port."""
 
-    host: str
+    host: str = attrs.field(converter=printable)
     port: int
 
     def __str__(self) -> str:

@@ -6,7 +6,7 @@ Almost any call can raise some exceptions that its docstring does not repeat: ``
 :exc:`UCXError`, for a status that no other exception stands for; ``RuntimeError``, in another thread than its worker's,
 or in a forked child.
 
-Layers, lowest first; imports point down only (``tests/test_layers.py``). Two quirks, ``data_ports`` and
+Layers, lowest first; imports point down only (``tests/test_layers.py``). Two quirks, ``key_gate`` and
 ``stopped_queue``, stand higher:
 
     _util, _contained, _live_handles, _process,

@@ -74,12 +74,15 @@ def check_timeout(value: object, name: str) -> float:
     return float(value)
 
 
-def printable(text: str, most: int = 1000) -> str:
+def printable(text: str, most: int = 1000, keep: str = "") -> str:
     """Makes text that a peer has sent safe for a log, an error or a terminal.
 
-    Replaces each unprintable character with ``?``, and cuts the text after ``most`` characters.
+    Replaces each unprintable character that is not in ``keep`` with ``?``, and cuts the text after ``most`` characters.
     """
-    return "".join(char if char.isprintable() else "?" for char in text[:most])
+    text = text[:most]
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in keep else "?" for char in text)
 
 
 class ClosedOnExit:

@@ -21,6 +21,7 @@ from .._contained import contained, report
 from .._features import Feature
 from .._memory.buffers import Pinned
 from .._status import Origin, Status, UCXError, broken, error_from_status
+from .._util import printable
 from .._worker_address import WorkerAddress
 from .ending import Ending, internal_failure
 from .waits import Pending, Signal
@@ -143,7 +144,7 @@ class Operation(Pending):
         out = ffi.new("char[]", _DESCRIPTION_SIZE)
         if lib.tu_operation_describe(engine.handle, self.id, out, _DESCRIPTION_SIZE) != Status.OK:
             return ""
-        return ffi.string(out).decode(errors="replace").strip()
+        return printable(ffi.string(out).decode(errors="replace").strip())
 
     def detach(self) -> None:
         """Nobody waits for it any more, but UCX may still touch its buffers: keep them."""

@@ -12,10 +12,10 @@ here.
     descriptors       few file descriptors left end the process
     forks             a forked child must not use UCX
     log               UCX logs to stdout
-    data_ports        strangers at the ports of UCX's TCP transport
+    key_gate          strangers at the ports of UCX's TCP transport (data ports)
     stopped_queue     a killed writer stops a queue in shared memory
 
-What must happen inside UCX's calls is in C: ``_native/data_ports.c`` and ``log.c`` belong to the modules of these
+What must happen inside UCX's calls is in C: ``_native/key_gate.c`` and ``log.c`` belong to the modules of these
 names; ``sockets.c`` keeps a close from waiting for a full send buffer; ``keepalive.c`` leaves out endpoints without
 lanes. What an endpoint does after a forced close is in ``_engine/endpoint_core.py``.
 
