@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import re
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from environments import as_ordinary_user
 from helpers import Peer, open_peer, pattern
 from networks import (
     LOOPBACK,
@@ -26,7 +26,6 @@ from networks import (
     Network,
     Side,
     meet,
-    need,
     open_network,
     unshare,
 )
@@ -166,13 +165,9 @@ async def test_both_have_a_pid_namespace_of_their_own() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.root
 async def test_users_differ(tmp_path: Path) -> None:
-    capabilities = [
-        "--inh-caps=+net_admin",
-        "--ambient-caps=+net_admin",
-    ]  # some kernels demand them for SO_ATTACH_FILTER
-    under = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *capabilities]
-    need(*under, sys.executable, "-c", "import trio_ucx", why="tests as another user, who can read this Python,")
+    under = as_ordinary_user()
     await each_differs(under, "users")
     path = tmp_path / "socket"
     for folder in [tmp_path, *tmp_path.parents][:3]:
