@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import environments
 import pytest
 from environments import ENVIRONMENTS, RESTRICT, ROOT, Environment
 from test_docs import programs
@@ -31,6 +32,15 @@ in_each_environment = pytest.mark.parametrize(
 @in_each_environment
 def test_environment_is_what_it_is_called(environment: Environment) -> None:
     environment.check()
+
+
+def test_what_fails_or_hangs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = next(each for each in ENVIRONMENTS if not each.of_root)
+    with pytest.raises(AssertionError, match="exit status 3: output"):
+        environment.run([*PYTHON, "-c", "print('output'); raise SystemExit(3)"])
+    monkeypatch.setattr(environments, "DEADLINE", 0.5)
+    with pytest.raises(pytest.fail.Exception, match="hangs"):
+        environment.run([*PYTHON, "-c", "import time; time.sleep(60)"])
 
 
 @in_each_environment
