@@ -168,10 +168,13 @@ def example_parameter_server() -> None:
 def example_beside_mpi() -> None:
     mpirun = shutil.which("mpirun", path=sysconfig.get_path("scripts")) or "mpirun"
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    run(
-        *(mpirun, *as_root, "--oversubscribe", "--bind-to", "none", "-n", 2),
-        *(sys.executable, EXAMPLES / "beside_mpi.py"),
-    )
+    # The ranks meet in a folder of the user's. In /tmp root's may be in the way, if a user namespace calls us root.
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TMPDIR"] = folder
+        run(
+            *(mpirun, *as_root, "--oversubscribe", "--bind-to", "none", "-n", 2),
+            *(sys.executable, EXAMPLES / "beside_mpi.py"),
+        )
 
 
 async def bounded(program: Callable[[], Awaitable[None]]) -> None:
