@@ -192,7 +192,7 @@ def strangers(worker: ucp.Worker) -> int:
 
 
 async def test_who_shows_a_key(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "trio_ucx.ucx")
+    caplog.set_level(logging.INFO, "trio_ucx")
     async with ucp.open_worker(config=TCP) as worker, ucp.open_worker(config=TCP) as other:
         gate = internals(worker).key_gate
         pair = KeyPair(new_key(), new_key())

@@ -427,8 +427,10 @@ static bool let_in(const tu_gate_t *gate, int fd, const struct sockaddr *from)
 
 static void log_stranger(tu_gate_t *gate, const struct sockaddr_storage *from)
 {
-    uint64_t now = tu_now();
-    char host[64];
+    uint64_t now       = tu_now();
+    uint64_t others    = gate->strangers - gate->logged;
+    char host[64]      = "somebody";
+    char unlogged[64]  = "";
     char text[256];
     unsigned port;
 
@@ -436,14 +438,14 @@ static void log_stranger(tu_gate_t *gate, const struct sockaddr_storage *from)
     if (now < gate->next_log) {
         return;
     }
-    if (tu_sockaddr_text(from, host, sizeof(host), &port) != UCS_OK) {
-        strcpy(host, "a stranger");
+    (void)tu_sockaddr_text(from, host, sizeof(host), &port);
+    if (others > 0) {
+        snprintf(unlogged, sizeof(unlogged), " (and %llu others since the last such line)", (unsigned long long)others);
     }
-    snprintf(text, sizeof(text), "turned away %s at a data port: it showed no key (and %llu others since the last such line)",
-             host, (unsigned long long)(gate->strangers - gate->logged - 1));
+    snprintf(text, sizeof(text), "turned away %s: it showed no key at a data port%s", host, unlogged);
     gate->next_log = now + LOG_INTERVAL;
     gate->logged   = gate->strangers;
-    tu_log_info(__FILE__, __LINE__, __func__, text);
+    tu_log_info(text);
 }
 
 static int gate_accept(int fd, struct sockaddr *address, socklen_t *length)

@@ -195,10 +195,9 @@ static ucs_log_func_rc_t log_line(const char *file, unsigned number, const char 
     return UCS_LOG_FUNC_RC_STOP;
 }
 
-void tu_log_info(const char *file, unsigned number, const char *function, const char *text)
+void tu_log_info(const char *text)
 {
-    const tu_log_line_t line = {
-        .level = UCS_LOG_LEVEL_INFO, .number = number, .file = file, .function = function, .text = (char *)(uintptr_t)text};
+    const tu_log_line_t line = {.level = UCS_LOG_LEVEL_INFO, .file = "", .function = "", .text = text};
 
     pthread_mutex_lock(&self.mutex);
     (void)keep(&line);

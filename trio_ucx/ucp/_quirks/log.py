@@ -1,5 +1,7 @@
 """Passes UCX's log to the logger ``trio_ucx.ucx``, by a thread that runs while contexts are open.
 
+Lines of our own C code, without the number of a source line, go to the logger ``trio_ucx``.
+
 Reports: "UCX logs to stdout" and "libucm writes to stdout", in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not
 needed any more when ``log_stdout.c`` there writes nothing to stdout; the Python logger would still be of use. Private
 to UCX are the names of the source files in :data:`HARMLESS`: a line that does not match is logged as UCX says. Test:
@@ -21,6 +23,7 @@ from ..._native import ffi, lib
 from .._util import printable
 
 logger = logging.getLogger("trio_ucx.ucx")
+own_logger = logging.getLogger("trio_ucx")
 
 #: Python's levels for UCX's (``ucs_log_level_t``): fatal, error, warn, diag, info. Then come debug and the kinds of
 #: trace, and lines that UCX prints at any level.
@@ -31,8 +34,9 @@ HARMLESS = (
     # UCX has closed the socket of a connection that its peer closed, and then handles an earlier event of that socket.
     # It reports the endpoint's failure in another way.
     (b"/tcp_ep.c", re.compile(rb"tcp_ep \S+ \(state=\w+\): (recv|send|sendv)\(-1\) failed: ")),
-    # The peer ended while UCX connected to it. The endpoint fails, and the waiting tasks get the error.
-    (b"/tcp_cm.c", re.compile(rb"tcp_ep \S+: connection establishment for socket fd -?\d+ was ")),
+    # The peer ended while UCX connected to it. The endpoint fails, and the waiting tasks get the error. Or the peer has
+    # closed a connection that UCX accepts: when both sides connect at once, one of them closes its own.
+    (b"/tcp_cm.c", re.compile(rb"tcp_(ep|iface) \S+: connection establishment for socket fd -?\d+ ")),
 )
 #: Seconds that closing the last context waits for the thread to log the remaining lines.
 _PATIENCE = 1.0
@@ -116,6 +120,9 @@ def _log_lines(reader: int) -> None:
 
 
 def _log(line: Any) -> None:
+    if line.number == 0:
+        own_logger.info("%s", ffi.string(line.text).decode())
+        return
     level = _level(line.level)
     if level > logging.DEBUG and _is_harmless(line):
         level = logging.DEBUG
