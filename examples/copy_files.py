@@ -45,7 +45,7 @@ MAX_JOBS = 64
 STALL_TIMEOUT = 60  # seconds in which something has to move
 LONGEST_ENTRY = 2**14  # room for two paths of PATH_MAX bytes
 
-#: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own machine.
+#: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own user.
 AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
 
 PLAN = struct.Struct("<HQ")  # jobs, bytes altogether

@@ -71,7 +71,7 @@ MAX_SIZE, MAX_VALUE = 2**LENGTH_SHIFT - 1, 2**16 - 1
 
 FEATURES = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO64
 PATIENCE = 10  # seconds for a server to say where its table is
-#: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own machine.
+#: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own user.
 AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
 
 

@@ -47,7 +47,7 @@ import trio_ucx
 
 MAX_DEATHS = 3
 AHEAD = 64  # tasks that `map` queues ahead
-#: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own machine.
+#: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own user.
 AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
 
 Function = Callable[[bytes], bytes]

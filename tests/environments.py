@@ -117,14 +117,17 @@ def in_mounts(*command: str) -> Sequence[str]:
     return _checked("unshare", *user, "--mount", *command, *powerless)
 
 
-def as_ordinary_user() -> Sequence[str]:
-    if not AS_ROOT:
-        return without_capabilities()
+def as_other_user(uid: int) -> Sequence[str]:
+    """Returns what root runs a command with as another user, who can read this Python, and has no capabilities."""
     needed = [ROOT, Path(sys.prefix), Path(sys.base_prefix), Path(trio_ucx.__file__).parent, Path(ucx.file).parents[1]]
     return in_mounts(
         *(*RESTRICT, "readable", *map(str, needed), "--"),
-        *("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"),
+        *("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"),
     )
+
+
+def as_ordinary_user() -> Sequence[str]:
+    return as_other_user(NOBODY) if AS_ROOT else without_capabilities()
 
 
 def with_ptrace_scope() -> Sequence[str]:

@@ -201,7 +201,7 @@ async def open_to_peer(way: str, worker: ucp.Worker, said: dict[str, Any]) -> As
             connection.abort()
         return
     target = tuple(said["raw"]) if way == "raw" else ucp.WorkerAddress(bytes.fromhex(said["worker"]))
-    endpoint = await worker.open_endpoint(target)
+    endpoint = await open_raw_endpoint(worker, target)
     try:
         yield endpoint
     finally:
@@ -234,6 +234,13 @@ async def open_pair(
         stack.callback(client.abort)
         stack.callback(server.abort)
         yield client, server
+
+
+async def open_raw_endpoint(worker: ucp.Worker, address: Any, **options: Any) -> ucp.Endpoint:
+    """An endpoint to a raw listener of this machine, or by worker address."""
+    if not isinstance(address, ucp.WorkerAddress):
+        worker.admit("127.0.0.1")  # it has no key
+    return await worker.open_endpoint(address, **options)
 
 
 async def open_raw_listener(worker: ucp.Worker, *clients: ucp.Worker) -> ucp.RawListener:

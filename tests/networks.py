@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from environments import as_other_user
 from helpers import open_peer
 
 _numbers = itertools.count()
@@ -128,6 +129,12 @@ def unshare(*kinds: str) -> Sequence[str]:
         command += ["--fork", "--kill-child", "--mount-proc"]
     need(*command, "true", why=f"namespaces ({', '.join(kinds)})")
     return command
+
+
+def as_user(uid: int) -> Sequence[str]:
+    """What runs a command as another user, without capabilities. Skips the test where that cannot be had."""
+    need("unshare", "--mount", "true", why="tests as another user")
+    return as_other_user(uid)
 
 
 SIZES = [1, 5000, 2**20]

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import trio
-from helpers import open_raw_listener, open_to_peer, pattern, resident
+from helpers import open_raw_endpoint, open_raw_listener, open_to_peer, pattern, resident
 from shared_queue import take_an_element
 from tcp_sockets import is_full, tcp_sockets
 from timing import Noise, waited_by
@@ -395,7 +395,7 @@ async def two_contexts(features: list[int]) -> None:
             address = ucp.WorkerAddress(bytes.fromhex(await ask()))
             for worker in workers:
                 if ucp.Feature.STREAM in worker.context.features:
-                    nursery.start_soon(_echo_stream, await worker.open_endpoint(address))
+                    nursery.start_soon(_echo_stream, await open_raw_endpoint(worker, address))
             await until_told()
         nursery.cancel_scope.cancel()
 
@@ -730,7 +730,7 @@ async def reconnecting_client(address: list[Any]) -> None:
             async with trio_ucx.connect(tuple(address), worker=worker) as connection:
                 await connection.send(bytes(100_000))
                 await connection.receive()
-            (await worker.open_endpoint(tuple(address))).abort()
+            (await open_raw_endpoint(worker, tuple(address))).abort()
 
 
 @role
@@ -1075,7 +1075,7 @@ async def dying_raw_peer(transport: str) -> None:
     async with ucp.open_worker() as worker:
         say(bytes(worker.address).hex())
         address = ucp.WorkerAddress(bytes.fromhex(await ask()))
-        endpoint = await worker.open_endpoint(address)
+        endpoint = await open_raw_endpoint(worker, address)
         await endpoint.tag_send(b"hello", 1)
         await ask()
         take_an_element(address, transport)

@@ -63,7 +63,7 @@ def _sample(group: list[pytest.Item], count: int, seed: int, key: str) -> list[p
 
 
 #: What only root can call.
-_OF_ROOT = (networks.need, networks.open_network, networks.unshare)
+_OF_ROOT = (networks.need, networks.open_network, networks.unshare, networks.as_user)
 
 
 def _calls_what_needs_root(function: Any) -> bool:

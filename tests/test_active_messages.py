@@ -19,6 +19,7 @@ from helpers import (
     expect_closed,
     open_pair,
     open_peer,
+    open_raw_endpoint,
     open_raw_pair,
     pattern,
     resident,
@@ -777,7 +778,7 @@ async def test_cancelled_rendezvous_receive_goes_on(worker: ucp.Worker, transpor
     async with open_peer("am_sender", [[2**24, 1], [2**24, 2], [2**24, 3]], transports=transports) as peer:
         with worker.open_active_messages(3) as queue, trio.fail_after(30):
             address, _ = await peer.hear()
-            endpoint = await worker.open_endpoint(tuple(address))
+            endpoint = await open_raw_endpoint(worker, tuple(address))
             await endpoint.am_send(1, bytes(worker.address), reply=True)
             first, second, third = [await queue.receive() for _ in range(3)]
             await peer.stop()
@@ -853,7 +854,7 @@ async def test_stopped_peer(worker: ucp.Worker, transports: str) -> None:
     """Sends to it that were cancelled return promptly, and complete when it goes on."""
     async with open_peer("am_sender", [], transports=transports) as peer:
         address, _ = await peer.hear()
-        endpoint = await worker.open_endpoint(tuple(address))
+        endpoint = await open_raw_endpoint(worker, tuple(address))
         await endpoint.am_send(1, reply=True)
         await peer.hear()
         await peer.stop()
@@ -886,7 +887,7 @@ async def test_killed_sender(transports: str, by: str) -> None:
             with worker.open_active_messages(3) as queue:
                 address, blob = await peer.hear()
                 target = tuple(address) if by == "socket_address" else ucp.WorkerAddress(bytes.fromhex(blob))
-                endpoint = await worker.open_endpoint(target)
+                endpoint = await open_raw_endpoint(worker, target)
                 await endpoint.am_send(1, bytes(worker.address), reply=True)
                 with trio.fail_after(20):
                     messages = [await queue.receive() for _ in plan]

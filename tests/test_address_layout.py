@@ -12,6 +12,7 @@ from samples import SAMPLES, sample
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.testing import internals
 from trio_ucx.ucp._quirks.address_layout import (
     agree_on_namespaces,
     parse_worker_address,
@@ -286,7 +287,8 @@ async def test_unknown_layout_of_our_own(caplog: pytest.LogCaptureFixture) -> No
     async with ucp.open_worker(config=config) as worker, ucp.open_worker(config=config) as other:
         assert "trio_ucx cannot read the UCX address of a worker (unknown layout" in caplog.text
         assert worker.address.ucx == worker.address.network and not worker.address.shared_memory_kinds
-        assert tcp_hosts(other.address) == ["0.0.0.0"]  # so that it could connect back from anywhere
+        assert tcp_hosts(ucp.WorkerAddress.from_ucx(other.address.ucx)) == ["0.0.0.0"]  # they are not known
+        assert other.address.tcp_addresses == tuple(internals(other).key_gate._ports)
         endpoint = await worker.open_endpoint(other.address)
         with trio.fail_after(15):
             await endpoint.tag_send(b"x", 1)
@@ -294,7 +296,7 @@ async def test_unknown_layout_of_our_own(caplog: pytest.LogCaptureFixture) -> No
             assert {each.name for each in endpoint.transports} == {"tcp"}
         endpoint.abort()
         worker.admit("0.0.0.0/0", "::/0")
-        with pytest.raises(ValueError, match="cannot read this worker's UCX address .unknown layout"):
+        with pytest.raises(PermissionError, match="cannot read this UCX's worker address .unknown layout"):
             await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
 
 

@@ -27,8 +27,10 @@ from timing import PROMPT, Stopwatch
 import trio_ucx
 from trio_ucx import _unix, ucp
 from trio_ucx._arguments import check_exchange_options
+from trio_ucx._handshake import client as client_side
 from trio_ucx._handshake import handshake as handshake_side
 from trio_ucx._handshake import server as server_side
+from trio_ucx._handshake.control_stream import ControlStream
 from trio_ucx._handshake.exchange import Exchange, Kind
 from trio_ucx._wire import MAGIC, VERSION
 from trio_ucx.testing import internals
@@ -280,6 +282,58 @@ async def test_strangers_do_not_shut_out_clients(
                     connect_timeout=5,
                 )
             nursery.cancel_scope.cancel()
+
+
+class SlowStream(ControlStream):
+    """The control socket of a client that takes long to answer."""
+
+    async def _receive_raw(self) -> bytes:
+        data = await super()._receive_raw()
+        await trio.sleep(0.6)
+        return data
+
+
+@pytest.mark.parametrize("transports", ["tcp"], indirect=True)
+@pytest.mark.parametrize("tls", [False, True])
+async def test_many_sources_do_not_shut_out_slow_clients(
+    worker: ucp.Worker, certificates: Certificates, tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients of one host, which need longer than GRACE for each answer; and strangers, each from a source of its own,
+    which send one byte, and come again when their exchange is ended."""
+    monkeypatch.setattr(server_side, "MAX_EXCHANGES", 24)
+    monkeypatch.setattr(server_side, "GRACE", 0.3)
+    monkeypatch.setattr(client_side, "ControlStream", SlowStream)
+    options: dict[str, Any] = {"authkey": KEY}
+    if tls:
+        options |= {"ssl_context": certificates.client, "server_hostname": "localhost"}
+    first = b"\x16" if tls else MAGIC[:1]
+    opened = 0
+    async with (
+        listening(worker, ssl_context=certificates.server if tls else None, authkey=KEY) as listener,
+        trio.open_nursery() as nursery,
+    ):
+
+        async def stranger(number: int) -> None:
+            nonlocal opened
+            while True:
+                opened += 1
+                with contextlib.suppress(OSError, trio.BrokenResourceError):
+                    async with await trio.open_tcp_stream(
+                        *listener.address, local_address=f"127.0.2.{number}"
+                    ) as stream:
+                        await stream.send_all(first)
+                        await stream.receive_some()
+                await trio.sleep(0.3)
+
+        for number in range(1, 49):
+            nursery.start_soon(stranger, number)
+        await until(lambda: listener.statistics().handshaking == 24)
+        for _ in range(2):
+            async with trio.open_nursery() as clients:
+                for _ in range(8):
+                    clients.start_soon(partial(expect_works, worker, listener, **options))
+        assert opened > 60
+        nursery.cancel_scope.cancel()
 
 
 async def test_client_that_hangs_up_in_the_tls_handshake(worker: ucp.Worker, certificates: Certificates) -> None:

@@ -16,6 +16,7 @@ from helpers import (
     assert_transports,
     open_pair,
     open_peer,
+    open_raw_endpoint,
     open_raw_listener,
     open_raw_pair,
     pattern,
@@ -93,7 +94,7 @@ async def test_raw_receive_cancelled_in_the_middle_keeps_its_buffer(worker: ucp.
 async def test_flush_and_close_of_raw_endpoint_against_a_stopped_peer(worker: ucp.Worker, transports: str) -> None:
     async with open_peer("raw_listener", transports=transports) as peer:
         address, _ = await peer.hear()
-        endpoint = await worker.open_endpoint(tuple(address))
+        endpoint = await open_raw_endpoint(worker, tuple(address))
         await endpoint.tag_send(b"x", 1)
         assert await peer.hear() == "accepted"
         await peer.stop()

@@ -38,6 +38,7 @@ from trio_ucx._handshake.exchange import (
 from trio_ucx._handshake.peer_description import PeerDescription, SharedMemory, why_not_shared_memory
 from trio_ucx._wire import MAGIC, VERSION, ProtocolError
 from trio_ucx.ucp._engine.peer_workers import Standing
+from trio_ucx.ucp._keys import KEY_SIZE
 from trio_ucx.ucp._process import Host, Process
 from trio_ucx.ucp._quirks.option_limits import DEFAULT_SIZES
 from trio_ucx.ucp._transports import obstacle_to_shared_memory
@@ -285,6 +286,20 @@ BODIES = {
     Kind.TAKE: struct.pack("<HB", 3, 0),
     Kind.ABORT: struct.pack("<Q", 0),
 }
+#: Those that contain a key if there is no authkey.
+WITH_KEY = {
+    Kind.OPEN: bytes(KEY_SIZE) + some_description().encode(),
+    Kind.WELCOME: struct.pack("<HHB", 4, 3, 1) + bytes(KEY_SIZE) + some_description().encode(),
+}
+
+
+GOOD_BODIES = [*BODIES.values(), *WITH_KEY.values()]
+
+
+def body_of(kind: Kind, key: bytes | None) -> bytes:
+    return WITH_KEY[kind] if key is None and kind in WITH_KEY else BODIES[kind]
+
+
 EVENTS = {
     Kind.REFUSE: Refused,
     Kind.OPEN: Opened,
@@ -329,7 +344,7 @@ def test_every_state_and_every_kind(key: bytes | None) -> None:
             side, peer = reach(state, is_client, key)
             if number in EXPECTED.get((is_client, state), ()):
                 kind = Kind(number)
-                peer._send(kind, BODIES[kind])
+                peer._send(kind, body_of(kind, key))
                 side.exchange.receive_data(peer.data_to_send())
                 event = side.exchange.next_event()
                 if kind is Kind.PROOF:
@@ -378,7 +393,9 @@ MALFORMED: list[tuple[Kind, bytes]] = [
         for body in (b"", b"x", bytes(500), some_description().encode()[:-1], some_description().encode() + b"x")
     ),
     *((Kind.WELCOME, body) for body in (b"", bytes(4), bytes(5), bytes(600), some_description().encode())),
-    *((Kind.WELCOME, body) for body in (BODIES[Kind.WELCOME][:-1], BODIES[Kind.WELCOME] + b"x")),
+    *((kind, body[:-1]) for bodies in (BODIES, WITH_KEY) for kind, body in bodies.items() if kind in WITH_KEY),
+    *((kind, body + b"x") for bodies in (BODIES, WITH_KEY) for kind, body in bodies.items() if kind in WITH_KEY),
+    *((kind, bytes(KEY_SIZE)) for kind in WITH_KEY),
     *(
         (Kind.WELCOME, struct.pack("<HHB", *standing) + some_description().encode())
         for standing in ((0, 1, 0), (4, 5, 1), (65534, 65535, 0), (4, 4, 2), (4, 4, 255))
@@ -563,7 +580,10 @@ def test_random_bytes(data: bytes, cuts: list[int], is_client: bool, preamble: b
 @fuzz
 @given(
     frames=st.lists(
-        st.tuples(st.sampled_from(list(Kind)), st.sampled_from([*BODIES.values()]) | st.binary(max_size=200)),
+        st.tuples(
+            st.sampled_from(list(Kind)),
+            st.sampled_from(GOOD_BODIES) | st.binary(max_size=200),
+        ),
         max_size=8,
     ),
     is_client=st.booleans(),

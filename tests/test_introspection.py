@@ -10,7 +10,16 @@ import socket
 
 import pytest
 import trio
-from helpers import assert_transports, free_port, open_pair, open_peer, open_raw_listener, open_raw_pair, until
+from helpers import (
+    assert_transports,
+    free_port,
+    open_pair,
+    open_peer,
+    open_raw_endpoint,
+    open_raw_listener,
+    open_raw_pair,
+    until,
+)
 from injected_faults import close_worker
 from networks import open_network
 
@@ -232,7 +241,7 @@ async def test_local_address_that_is_not_local(worker: ucp.Worker, local: str, n
             await trio_ucx.open_ucx_stream("127.0.0.1", port, worker=worker, local_address=local)
         assert caught.value.errno == number
     with pytest.raises(OSError, match=match) as caught:
-        await worker.open_endpoint(("127.0.0.1", port), local_address=local)
+        await open_raw_endpoint(worker, ("127.0.0.1", port), local_address=local)
     assert caught.value.errno == number
 
 

@@ -34,8 +34,9 @@ from trio_ucx._handshake.exchange import Exchange
 from trio_ucx._native import ffi, lib
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.peer_workers import Standing
+from trio_ucx.ucp._keys import KEY_SIZE, KeyPair, new_key
 from trio_ucx.ucp._quirks import key_gate
-from trio_ucx.ucp._quirks.key_gate import KEY_SIZE, KeyGate, KeyPair, new_key
+from trio_ucx.ucp._quirks.key_gate import KeyGate
 
 UCX_MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
 #: A connection request with the number 2**64 - 1: it ends a process whose UCX reads it (docs/ucx-reports/data_port.c).

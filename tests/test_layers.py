@@ -35,6 +35,7 @@ EXCHANGE = {
     *("trio_ucx.ucp._transports.check_without_shared_memory", "trio_ucx.ucp._transports.obstacle_to_shared_memory"),
     *("trio_ucx.ucp._worker_address.WorkerAddress", "trio_ucx.ucp._worker_address.decode"),
     "trio_ucx.ucp._util.printable",
+    *("trio_ucx.ucp._keys.KEY_SIZE", "trio_ucx.ucp._keys.KeyPair", "trio_ucx.ucp._keys.new_key"),
 }
 #: What copies memory: names that are called. (Packing a head of a few bytes with ``struct`` does not count.)
 COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepcopy"}
@@ -43,7 +44,7 @@ ORDER = {
     "_link": ["transport", "buffers", "sending", "conversations", "receiving", "closing", "link", "__init__"],
     "_handshake": [
         *("peer_description", "exchange"),
-        *("control_stream", "control_sockets"),
+        *("control_stream", "control_sockets", "socket_owner"),
         *("registry", "handshake"),
         *("client", "server"),
         "__init__",
@@ -59,7 +60,7 @@ SIBLINGS = {
 
 #: Inside ``ucp``, lowest first: what is in a line may import what is in it and in those before.
 UCP = [
-    ["_util", "_contained", "_live_handles", "_process", "_features", "_status", "_fields"],
+    ["_util", "_contained", "_live_handles", "_process", "_features", "_status", "_fields", "_keys"],
     [
         *("_quirks.__init__", "_quirks.releases", "_quirks.address_layout", "_quirks.option_limits"),
         *("_quirks.default_options",),

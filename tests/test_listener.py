@@ -427,7 +427,7 @@ class Stranger:
     """Stands for a client whose exchange is not finished."""
 
     source: str
-    has_sent: bool = True
+    is_answered: bool = False
     is_idle: bool = True
     is_let_in: bool = False
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
@@ -449,11 +449,17 @@ def ended_first(*clients: Stranger) -> list[int]:
 
 def test_who_loses_a_place() -> None:
     assert ended_first() == []
-    assert ended_first(Stranger("a"), Stranger("a"), Stranger("a", has_sent=False)) == [2, 0, 1]
-    # First the source with the most strangers; then all sources that have equally many.
-    assert ended_first(Stranger("a", has_sent=False), Stranger("b"), Stranger("b")) == [1, 0, 2]
-    # If the source with the most has no idle stranger, no other source loses one.
-    assert ended_first(Stranger("a"), Stranger("b", is_idle=False), Stranger("b", is_idle=False)) == []
+    # First those that were not answered, then those of the source with the most strangers, then the oldest.
+    assert ended_first(Stranger("a"), Stranger("a"), Stranger("a")) == [0, 1, 2]
+    assert ended_first(Stranger("a", is_answered=True), Stranger("a"), Stranger("b")) == [1, 2, 0]
+    assert ended_first(Stranger("a"), Stranger("b"), Stranger("b")) == [1, 0, 2]
+    assert ended_first(*[Stranger("a", is_answered=True) for _ in range(3)], Stranger("b")) == [3, 0, 1, 2]
+    # Only those in the first half: a source that brings ever new strangers takes no place of others.
+    busy = [Stranger("b", is_idle=False) for _ in range(2)]
+    assert ended_first(Stranger("a"), *busy) == []
+    assert ended_first(Stranger("a", is_answered=True), Stranger("c", is_idle=False)) == []
+    # A few that are not idle protect nobody.
+    assert ended_first(*[Stranger(source) for source in "acdef"], *busy) == [0, 1, 2]
     # Clients that were let in are never ended, and do not count as strangers.
     inside = [Stranger("b", is_let_in=True) for _ in range(3)]
     assert ended_first(*inside, Stranger("b"), Stranger("a"), Stranger("a")) == [4, 3, 5]
@@ -471,12 +477,12 @@ async def test_when_a_client_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
         await its.send(b"x")
         assert not client.is_idle
         await stream.receive_some()
-        assert client.is_idle and client.has_sent
+        assert client.is_idle and client.has_sent and not client.is_answered
         await its.send(b"x")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(stream.send_all, bytes(10_000_000))
             await until(lambda: stream.is_sending)
-            assert client.is_idle
+            assert client.is_idle and client.is_answered
             nursery.cancel_scope.cancel()
         stream.close()
 

@@ -15,7 +15,6 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from environments import as_ordinary_user
 from helpers import Peer, open_peer, pattern
 from networks import (
     LOOPBACK,
@@ -25,6 +24,7 @@ from networks import (
     Host,
     Network,
     Side,
+    as_user,
     meet,
     open_network,
     unshare,
@@ -165,9 +165,8 @@ async def test_both_have_a_pid_namespace_of_their_own() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.root
 async def test_users_differ(tmp_path: Path) -> None:
-    under = as_ordinary_user()
+    under = as_user(65534)
     await each_differs(under, "users")
     path = tmp_path / "socket"
     for folder in [tmp_path, *tmp_path.parents][:3]:

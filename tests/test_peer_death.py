@@ -23,6 +23,7 @@ from helpers import (
     assert_transports,
     nothing_happens,
     open_peer,
+    open_raw_endpoint,
     open_raw_pair,
     pattern,
     segments,
@@ -105,7 +106,7 @@ async def test_every_waiting_task_gets_an_error(worker: ucp.Worker, transports: 
 async def test_raw_endpoint(worker: ucp.Worker, transports: str) -> None:
     async with open_peer("raw_listener", transports=transports) as peer:
         address, _ = await peer.hear()
-        endpoint = await worker.open_endpoint(tuple(address))
+        endpoint = await open_raw_endpoint(worker, tuple(address))
         await endpoint.tag_send(b"x", 1)
         assert await peer.hear() == "accepted"
 
@@ -167,7 +168,7 @@ async def test_raw_endpoint_that_breaks_while_idle(transports: str, way: str, se
     ):
         address, worker_address = await peer.hear()
         target = tuple(address) if way == "socket" else ucp.WorkerAddress(bytes.fromhex(worker_address))
-        endpoints = [await worker.open_endpoint(target) for _ in range(3)]
+        endpoints = [await open_raw_endpoint(worker, target) for _ in range(3)]
         for endpoint in endpoints:
             await endpoint.tag_send(b"x", 1)
             await endpoint.flush()
@@ -195,7 +196,7 @@ async def test_leaving_the_block_of_a_raw_endpoint_that_broke(worker: ucp.Worker
     async with open_peer("raw_listener", transports=transports) as peer:
         address, _ = await peer.hear()
         with pytest.raises(trio.BrokenResourceError, match="may not have arrived"):
-            async with await worker.open_endpoint(tuple(address)) as endpoint:
+            async with await open_raw_endpoint(worker, tuple(address)) as endpoint:
                 await endpoint.tag_send(b"x", 1)
                 assert await peer.hear() == "accepted"
                 peer.signal(signal.SIGKILL)

@@ -488,7 +488,10 @@ class Node:
         #: What UCX says to the next attempts to make an endpoint; None: the library does not even ask it.
         self.obstacles: list[Status | None] = []
         self.engine: Any = SimpleNamespace(
-            peer_workers=self.peer_workers, identity=SimpleNamespace(address=SimpleNamespace(uid=uid)), handle=self
+            peer_workers=self.peer_workers,
+            identity=SimpleNamespace(address=SimpleNamespace(uid=uid)),
+            key_gate=SimpleNamespace(let_in_holder=lambda address: None),
+            handle=self,
         )
 
     def __repr__(self) -> str:

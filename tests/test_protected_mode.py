@@ -1,12 +1,17 @@
-"""Protected mode: a TCP listener that demands no credentials lets in only clients of its own machine."""
+"""Protected mode: a TCP listener that demands no credentials lets in only clients of its own user, on its own machine.
+
+How the kernel is asked for the user is tested in ``test_socket_owner.py``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 import ssl
 import struct
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,13 +22,14 @@ import pytest
 import trio
 import trustme
 from helpers import Certificates, open_peer, until
-from networks import Host, open_network
+from networks import Host, as_user, open_network
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake import handshake as handshake_side
 from trio_ucx._handshake import server as server_side
-from trio_ucx._handshake.exchange import Exchange, Kind
+from trio_ucx._handshake import socket_owner
+from trio_ucx._handshake.exchange import Exchange, Kind, ProtectedMode
 from trio_ucx._handshake.peer_description import PeerDescription
 from trio_ucx._wire import MAGIC, VERSION
 
@@ -78,7 +84,7 @@ async def test_two_hosts(hosts: tuple[Host, Host]) -> None:
         async def refused() -> None:
             said = await visit(one)
             assert said[:2] == ["NotAdmitted", errno.EACCES] and said[3] < 9, said
-            assert all(word in said[2] for word in ("protected mode", *CURES)), said
+            assert all(word in said[2] for word in ("protected mode", "another machine", *CURES)), said
 
         async def let_in() -> None:
             assert (await visit(two, local_address=ALSO_TWO))[0] == "connected"
@@ -109,6 +115,87 @@ async def test_addresses_of_this_machine(hosts: tuple[Host, Host]) -> None:
         for version in ("ipv4", "ipv6"):
             two.run("sh", "-c", f"echo {nonlocal_bind} > /proc/sys/net/{version}/ip_nonlocal_bind")
         assert two.run(sys.executable, "-c", WHO_IS_HERE, *ours, *others).strip() == repr(ours)
+
+
+# ---- users ----
+
+OTHER, THIRD = 65534, 65533
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_users(host: str) -> None:
+    """A listener lets in its own user and root."""
+    other, third = as_user(OTHER), as_user(THIRD)
+    for server, clients in (((), {(): 0, tuple(other): OTHER}), (other, {(): 0, tuple(other): 0, tuple(third): THIRD})):
+        async with open_peer("host", [host], {"allow_anyone": False}, under=server) as listening:
+            [address] = await listening.hear()
+            for client, refused in clients.items():
+                async with open_peer("visitor", {}, [1], under=client) as peer:
+                    await peer.tell(address)
+                    said = await peer.hear()
+                if not refused:
+                    assert said[0] == "connected", said
+                else:
+                    assert said[0] == "NotAdmitted", said
+                    assert all(word in said[2] for word in (f"another user (uid {refused})", *CURES)), said
+            await listening.tell()
+            _, log = await listening.hear()
+            [line] = [each for each in log if "shared memory" not in each]
+            assert line.startswith("WARNING turned away ") and ": it belongs to another user: protected mode" in line
+
+
+#: Connects, sends a preamble and a request, and ends.
+SENDS_AND_ENDS = """
+import socket, sys
+client = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+client.sendall(bytes.fromhex(sys.argv[3]))
+"""
+
+
+async def test_a_client_that_has_ended(
+    worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel reports the socket that it leaves as root's; but nothing of its request is read."""
+    caplog.set_level("INFO", "trio_ucx")
+    monkeypatch.delattr(PeerDescription, "decode")
+    begin = MAGIC + struct.pack("<HH", VERSION, 0) + bytes(32) + struct.pack("<IB", 9, Kind.OPEN) + bytes(8)
+    under = as_user(OTHER) if os.geteuid() == 0 else []
+    async with listening(worker) as listener:
+        command = [*under, sys.executable, "-c", SENDS_AND_ENDS, *map(str, listener.address), begin.hex()]
+        # The loop stands still meanwhile, so that the listener accepts a client that has ended.
+        subprocess.run(command, check=True, timeout=60)
+        await until(lambda: listener.statistics().refused == 1)
+    [line] = [record.getMessage() for record in caplog.records if "turned away" in record.getMessage()]
+    assert "it left without sending anything" in line
+
+
+async def test_a_client_that_nobody_knows(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def owner(control: object) -> None:
+        return None
+
+    monkeypatch.setattr(handshake_side, "owner_of_peer", owner)
+    async with listening(worker) as listener:
+        assert not await connects(worker, listener)
+
+
+async def test_without_netlink(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blocked(*ends: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, "netlink is blocked")
+
+    monkeypatch.setattr(socket_owner, "ask_netlink", blocked)
+    async with listening(worker) as listener:
+        assert await connects(worker, listener)
+
+
+async def test_only_root_counts_besides_this_user(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    for uid, wanted in ((os.geteuid(), True), (0, True), (os.geteuid() + 1, False)):
+
+        async def owner(control: object, uid: int = uid) -> int:
+            return uid
+
+        monkeypatch.setattr(handshake_side, "owner_of_peer", owner)
+        async with listening(worker) as listener:
+            assert await connects(worker, listener) is wanted
 
 
 # ---- one process, in which clients seem to be on another host ----
@@ -204,7 +291,7 @@ def test_a_server_refuses_before_it_reads() -> None:
     """Also a client of another version, or with an authkey."""
     for version, flags in ((VERSION, 0), (VERSION + 1, 0), (VERSION, 1), (VERSION, 0xFFFF)):
         server = Exchange(is_client=False, software="", authkey=None)
-        server.protected = True
+        server.protected = ProtectedMode("it is a test")
         server.receive_data(MAGIC + struct.pack("<HH", version, flags) + bytes(32) + b"\xff" * 100)
         with pytest.raises(Exception, match="protected mode"):
             server.next_event()

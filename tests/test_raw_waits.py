@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import nothing_happens, open_pair, open_peer, open_raw_pair, until
+from helpers import nothing_happens, open_pair, open_peer, open_raw_endpoint, open_raw_pair, until
 
 from trio_ucx import ucp
 
@@ -49,7 +49,7 @@ async def test_a_peer_that_dies(over: str, address: str) -> None:
             target: Any = tuple(said["raw"])
             if address == "worker":
                 target = ucp.WorkerAddress(bytes.fromhex(said["worker"]))
-            endpoint = await worker.open_endpoint(target)
+            endpoint = await open_raw_endpoint(worker, target)
             await endpoint.flush()
             async with trio.open_nursery() as nursery:
 

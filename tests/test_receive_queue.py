@@ -279,6 +279,7 @@ async def test_raw_endpoints_by_socket_address_of_a_stopped_queue(monkeypatch: p
         with pytest.raises(trio.BrokenResourceError, match="another worker"):
             await request.accept()
         async with ucp.open_worker(context=worker.context) as another:
+            another.admit("127.0.0.1")
             (await request.accept(another)).abort()
         client.abort()
         monkeypatch.undo()

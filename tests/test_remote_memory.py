@@ -23,6 +23,7 @@ from helpers import (
     assert_pinned,
     assert_transports,
     open_peer,
+    open_raw_endpoint,
     open_raw_listener,
     open_raw_pair,
     pattern,
@@ -756,7 +757,7 @@ async def test_graceful_close_waits_for_puts(worker: ucp.Worker, transports: str
     async with open_peer("owner", 2**24, "registered", transports=transports) as peer:
         said = await peer.hear()
         async with trio.open_nursery() as nursery:
-            async with await worker.open_endpoint(tuple(said["raw"])) as endpoint:
+            async with await open_raw_endpoint(worker, tuple(said["raw"])) as endpoint:
                 memory = endpoint.attach(bytes.fromhex(said["descriptor"]))
                 await memory.flush()
                 nursery.start_soon(memory.put, pattern(2**24))

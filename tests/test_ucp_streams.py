@@ -19,6 +19,7 @@ from helpers import (
     expect_closed,
     nothing_happens,
     open_peer,
+    open_raw_endpoint,
     open_raw_listener,
     open_raw_pair,
     pattern,
@@ -454,7 +455,7 @@ async def test_dropped_data(worker: ucp.Worker) -> None:
 async def test_stopped_peer(worker: ucp.Worker, transports: str) -> None:
     async with open_peer("stream_echo", transports=transports) as peer:
         address, _ = await peer.hear()
-        endpoint = await worker.open_endpoint(tuple(address))
+        endpoint = await open_raw_endpoint(worker, tuple(address))
         await endpoint.stream_send(b"hello")
         with trio.fail_after(20):
             assert await endpoint.stream_receive(bytearray(5), exact=True) == 5
@@ -490,7 +491,7 @@ async def test_killed_peer(transports: str) -> None:
             open_peer("stream_echo", transports=transports) as peer,
         ):
             address, _ = await peer.hear()
-            endpoint = await worker.open_endpoint(tuple(address))
+            endpoint = await open_raw_endpoint(worker, tuple(address))
             await endpoint.stream_send(b"hello")
             got = bytearray(5)
             sent = pattern(2**18)

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from helpers import open_peer, open_raw_listener
+from helpers import open_peer, open_raw_endpoint, open_raw_listener
 from injected_faults import Library
 from samples import sample, some_worker
 
@@ -59,7 +59,7 @@ async def test_refusal_says_nothing_about_transports(transports: str, worker: uc
     """No process listens at that port: UCX's own message, which differs from time to time, says it all."""
     for status in (Status.NOT_CONNECTED, Status.CONNECTION_RESET, Status.ENDPOINT_TIMEOUT, Status.CANCELED):
         assert hint(transports, status, None) == ""
-    endpoint = await worker.open_endpoint(("127.0.0.1", 9))
+    endpoint = await open_raw_endpoint(worker, ("127.0.0.1", 9))
     with trio.fail_after(20), pytest.raises(trio.BrokenResourceError) as caught:
         await endpoint.tag_send(b"x", 1)
         await endpoint.flush()
@@ -72,7 +72,7 @@ async def test_socket_address_over_shared_memory_alone() -> None:
     async with ucp.open_worker(config={"TLS": "sm,self"}) as worker:
         for status in (Status.UNREACHABLE, Status.NOT_CONNECTED, Status.REJECTED):
             assert "Socket addresses need tcp" in hint(worker.context._transports, status, None)
-        endpoint = await worker.open_endpoint(("127.0.0.1", 9))
+        endpoint = await open_raw_endpoint(worker, ("127.0.0.1", 9))
         expected = r"transports in use: sm,self. Socket addresses need tcp"
         with trio.fail_after(20), pytest.raises(trio.BrokenResourceError, match=expected):
             await endpoint.tag_send(b"x", 1)

@@ -26,6 +26,7 @@ from trio_ucx._wire import ProtocolError
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _worker_address as worker_address
 from trio_ucx.ucp._fields import Field
+from trio_ucx.ucp._keys import KEY_SIZE
 
 FRAMES = list(wire._FRAMES.values())
 
@@ -136,7 +137,7 @@ def test_fields_of_other_frames(is_client: bool) -> None:
         for made, shared, greeted in itertools.product(
             extremes("H", (0, 4)), extremes("H", (0, 4)), extremes("B", (0, 1))
         ):
-            body = struct.pack("<HHB", made, shared, greeted) + some_description().encode()
+            body = struct.pack("<HHB", made, shared, greeted) + bytes(KEY_SIZE) + some_description().encode()
             frame = struct.pack("<IB", 1 + len(body), exchange.Kind.WELCOME) + body
             _allowed(shared <= made and greeted <= 1, lambda frame=frame: heard(exchange.State.WELCOME, frame))
     else:

@@ -54,7 +54,7 @@ async def open_ucx_listeners(
 
     A client that is let in can take over the process, because UCX trusts its peers. Without ``authkey=``, and without
     an ``ssl_context=`` that requires certificates, a TCP listener is therefore in *protected mode*: it lets in only
-    clients of its own machine. The error that other clients get names the reason.
+    clients of its own user, or of root, on its own machine. The error that other clients get names the reason.
 
     Args:
         port: 0 chooses a free one.
@@ -111,8 +111,9 @@ async def open_ucx_listeners(
             listeners.append(Listener._create(acceptor))
         if ssl_context is not None and path is None and not exchange_options.keeps_strangers_out and not allow_anyone:
             logger.warning(
-                "the listener at %s lets in only clients of its own machine (protected mode): its ssl_context requires "
-                "no certificates. Set its verify_mode to ssl.CERT_REQUIRED, or use authkey= or allow_anyone=True",
+                "the listener at %s lets in only clients of its own user, on its own machine (protected mode): its "
+                "ssl_context requires no certificates. Set its verify_mode to ssl.CERT_REQUIRED, or use authkey= or "
+                "allow_anyone=True",
                 " and ".join(format_address(listener.address) for listener in listeners),
             )
     except BaseException:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from helpers import free_port, open_raw_listener, until
+from helpers import free_port, open_raw_endpoint, open_raw_listener, until
 
 from trio_ucx import ucp
 from trio_ucx._native import ucx
@@ -176,7 +176,7 @@ async def test_c_program_as_server(
     ):
         await program.printed(b"Waiting for connection")
         with trio.fail_after(20):
-            async with await talk.worker.open_endpoint(f"127.0.0.1:{port}") as endpoint:
+            async with await open_raw_endpoint(talk.worker, f"127.0.0.1:{port}") as endpoint:
                 for _ in range(iterations):
                     await talk.send(endpoint, data)
                 assert len(await talk.receive(endpoint)) == total

@@ -22,7 +22,7 @@ from typing import Any
 
 import attrs
 import trio
-from helpers import HERE, Peer
+from helpers import HERE, Peer, open_raw_endpoint
 from peers import ROLES, ask, end_with_parent, say
 
 import trio_ucx
@@ -230,7 +230,7 @@ class Life:
                         await handle(connection)
                 else:
                     target = ucp.WorkerAddress(bytes.fromhex(said["worker"]))
-                    async with await worker.open_endpoint(target) as endpoint:
+                    async with await open_raw_endpoint(worker, target) as endpoint:
                         await handle(endpoint)
                 say("closed")
                 await trio.sleep_forever()

@@ -23,7 +23,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from helpers import TRANSPORTS, Peer, Rounds, until
+from helpers import TRANSPORTS, Peer, Rounds, open_raw_endpoint, until
 from timing import PROMPT, Noise, check_prompt, waited_by
 
 import trio_ucx
@@ -324,7 +324,7 @@ class Trial:
             endpoint = connection.endpoint
         else:
             self.worker.tag_probe(0)  # or it would drop raw messages: docs/guide.md, "Raw tag messages"
-            endpoint = await self.worker.open_endpoint(self.target)
+            endpoint = await open_raw_endpoint(self.worker, self.target)
         self.ends = Ends(TEST, self.board, self.worker, endpoint, connection, None, self.queue)
         if self.descriptor:
             self.ends.remote = endpoint.attach(self.descriptor)

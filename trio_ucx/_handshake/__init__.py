@@ -6,6 +6,7 @@ In this order, each module imports only those above it, and ``client`` and ``ser
     exchange          what is said on the control socket: frames, states and authentication; without I/O
     control_stream    the control socket during the exchange, with or without TLS
     control_sockets   watches a worker's control sockets after the exchange
+    socket_owner      the user who owns the other end of a TCP connection within this machine
     registry          what a worker needs for its handshakes
     handshake         one side of a handshake, up to the open connection
     client            the side that connects

@@ -94,6 +94,9 @@ class ControlStream:
         self.tls: TLS | None = None
         #: Whether the peer has sent anything.
         self.peer_has_sent = False
+        #: Whether we have sent anything, or have begun to. A server sends nothing before the client's first message has
+        #: arrived and is right: the preamble, or a TLS ClientHello.
+        self.has_answered = False
         #: Whether a send is under way, or was cut off, so that nothing that follows could be understood.
         self.is_sending = False
         #: What a send was to send that was cancelled before it began.
@@ -172,7 +175,7 @@ class ControlStream:
         self._unsent = data
         await trio.lowlevel.checkpoint_if_cancelled()
         self._unsent = b""
-        self.is_sending = True
+        self.has_answered = self.is_sending = True
         try:
             await self._stream.send_all(data)
         except trio.BrokenResourceError as error:

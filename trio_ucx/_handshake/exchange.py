@@ -35,7 +35,7 @@ import attrs
 
 from .._wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError, RefusalCode
 from ..ucp._engine.peer_workers import Standing
-from ..ucp._quirks.key_gate import KEY_SIZE, KeyPair, new_key
+from ..ucp._keys import KEY_SIZE, KeyPair, new_key
 from ..ucp._util import printable
 from .peer_description import PeerDescription
 
@@ -187,15 +187,21 @@ class Draining(Refusal):
 
 
 class ProtectedMode(Refusal):
-    """Protected mode refuses the client: it is on another machine, and the listener demands no credentials."""
+    """Protected mode refuses the client: it is not one of this user, and the listener demands no credentials.
 
-    def __init__(self) -> None:
+    Args:
+        kind: why the client does not count as one of this user, for the log.
+        detail: more about it, for the client.
+    """
+
+    def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(
-            "protected mode: this listener lets in only clients of its own machine, because it demands no "
-            "credentials. Give both sides the same authkey=, or the listener an ssl_context= with "
-            "verify_mode=ssl.CERT_REQUIRED and each client a certificate; with allow_anyone=True the listener lets in "
-            "every client that can reach it"
+            "protected mode: this listener demands no credentials, and therefore lets in only clients of its own user, "
+            f"on its own machine. This client is refused because {kind}{detail}. Give both sides the same authkey=, or "
+            "the listener an ssl_context= with verify_mode=ssl.CERT_REQUIRED and each client a certificate; with "
+            "allow_anyone=True the listener lets in every client that can reach it"
         )
+        self.kind = kind
 
 
 class Exchange:
@@ -207,13 +213,13 @@ class Exchange:
         authkey: the secret that both sides must know, or None.
 
     Attributes:
-        protected: whether this server refuses the client right after its preamble (protected mode).
+        protected: the error by which this server refuses the client right after its preamble (protected mode), or None.
     """
 
     def __init__(self, *, is_client: bool, software: str, authkey: bytes | None) -> None:
         self.is_client = is_client
         self.state = State.PREAMBLE
-        self.protected = False
+        self.protected: ProtectedMode | None = None
         self._software = software
         # Hashed, because HMAC treats keys that differ only in trailing zero bytes as equal.
         self._authkey = None if authkey is None else hashlib.sha256(authkey).digest()
@@ -373,8 +379,8 @@ class Exchange:
             self._send_preamble()
         self._derive_keys()
         self.state = State.PROOF if self.is_client else State.OPEN  # so that REFUSE sends no second preamble
-        if self.protected:
-            raise ProtectedMode
+        if self.protected is not None:
+            raise self.protected
         if version != VERSION:
             raise Refusal(self._wrong_version(version))
         if flags & ~WITH_AUTHKEY:

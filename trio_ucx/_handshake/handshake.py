@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,8 +33,9 @@ from ..ucp._engine.operations import Operation
 from ..ucp._engine.peer_workers import PeerWorker, Standing
 from ..ucp._engine.share import Share
 from ..ucp._engine.waits import Signal
+from ..ucp._keys import KeyPair
 from ..ucp._quirks.address_layout import is_loopback
-from ..ucp._quirks.key_gate import Admission, KeyPair
+from ..ucp._quirks.key_gate import Admission
 from ..ucp._status import os_error_from_status
 from ..ucp._tag import post_bytes_send
 from .control_sockets import ControlSocket
@@ -45,9 +47,15 @@ from .control_stream import (
     local_address,
     remote_address,
 )
-from .exchange import Aborted, Again, Event, Exchange, Refused
+from .exchange import Aborted, Again, Event, Exchange, ProtectedMode, Refused
 from .peer_description import PeerDescription, SharedMemory, falls_back, why_not_shared_memory
 from .registry import Registry
+from .socket_owner import owner_of_peer
+
+#: Why a client does not count as one of this user.
+ANOTHER_MACHINE = "it comes from another machine"
+ANOTHER_USER = "it belongs to another user"
+UNKNOWN_USER = "the kernel does not say whose it is"
 
 
 @attrs.frozen
@@ -75,9 +83,20 @@ class ExchangeOptions:
         context = self.ssl_context
         return self.authkey is not None or (context is not None and context.verify_mode == ssl.CERT_REQUIRED)
 
-    def lets_in(self, client: ControlStream) -> bool:
-        """For a listener, after the TLS handshake: whether protected mode lets this client go on."""
-        return self.allow_anyone or self.keeps_strangers_out or leads_to_this_machine(client.socket)
+    async def refusal_of(self, client: ControlStream) -> ProtectedMode | None:
+        """Returns the error by which a listener in protected mode refuses this client; None if it may go on.
+
+        Clients of this user and of root may go on: root can do everything that a client can do.
+        """
+        control = client.socket
+        if self.allow_anyone or self.keeps_strangers_out or control.family == socket.AF_UNIX:
+            return None
+        if not leads_to_this_machine(control):
+            return ProtectedMode(ANOTHER_MACHINE)
+        uid = await owner_of_peer(control)
+        if uid is None:
+            return ProtectedMode(UNKNOWN_USER)
+        return None if uid in (0, os.geteuid()) else ProtectedMode(ANOTHER_USER, f" (uid {uid})")
 
 
 logger = logging.getLogger("trio_ucx")

@@ -5,8 +5,20 @@ knows the key. ``backlog`` limits the clients that were let in and whose connect
 used up, a client whose OPEN arrives waits for a place. A client that was not let in yet is a *stranger*, and does not
 count. All unfinished exchanges together are at most MAX_EXCHANGES, or as many as file descriptors allow. Further
 clients wait in the kernel's queue, until an exchange ends. The acceptor itself ends exchanges of idle strangers: they
-were accepted more than GRACE seconds ago, and have sent nothing that we have not read. It takes them from the source
-with the most strangers: first those that have never sent anything, the oldest first.
+were accepted more than GRACE seconds ago, and have sent nothing that we have not read.
+
+Which strangers lose their place. A stranger is *answered* once its first message has arrived and is right: the preamble
+or, with TLS, the ClientHello. Strangers are ranked: those that are not answered come before those that are, then those
+of the sources with the most strangers come first, then the oldest. Only strangers in the first half of this ranking
+lose their place. Two promises follow:
+
+* While at least half of the strangers are not answered, no answered one loses its place, however long it takes, and
+  however many sources the others have.
+* There is room for new clients, unless more than MAX_EXCHANGES / 2 strangers come in each GRACE: GRACE seconds after
+  they came, all in the first half are idle.
+
+Not promised: the first message is no secret. Attackers who send it from many sources, and so hold more than half of the
+places, can end the exchanges of clients that take longer than GRACE, first those of a host with several.
 """
 
 from __future__ import annotations
@@ -50,7 +62,7 @@ from .exchange import (
     Taken,
     UnknownProtocol,
 )
-from .handshake import ExchangeOptions, Handshake, NeedsAnotherWorker
+from .handshake import ANOTHER_MACHINE, ANOTHER_USER, UNKNOWN_USER, ExchangeOptions, Handshake, NeedsAnotherWorker
 from .registry import SOFTWARE, Registry
 
 logger = logging.getLogger("trio_ucx")
@@ -58,7 +70,7 @@ logger = logging.getLogger("trio_ucx")
 #: Unfinished exchanges at one listener.
 MAX_EXCHANGES = 1024
 #: Seconds after which the exchange of an idle stranger may end. Honest clients send as soon as they are connected, and
-#: as soon as they get an answer. Strangers keep them out only if more than MAX_EXCHANGES of them come in each GRACE.
+#: as soon as they get an answer.
 GRACE = 0.5
 #: Seconds between two checks whether there is room.
 ROOM_PAUSE = 0.02
@@ -73,8 +85,8 @@ RESERVED_DESCRIPTORS = 64
 ACCEPT_PAUSE = 0.1
 #: Seconds between two log lines about clients that were turned away for the same reason.
 LOG_INTERVAL = 60.0
-#: The kind of clients that protected mode refuses.
-PROTECTED = "it is on another machine"
+#: The kinds of clients that protected mode refuses.
+PROTECTED = (ANOTHER_MACHINE, ANOTHER_USER, UNKNOWN_USER)
 #: The kind of clients that are not turned away: they connect again, from another worker.
 AGAIN = "it connects from another worker"
 _HTTP_METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"DELE", b"OPTI", b"CONN", b"TRAC", b"PATC", b"PRI ")
@@ -83,7 +95,7 @@ _HTTP_METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"DELE", b"OPTI", b"CONN", 
 class RejectionLog:
     """Logs the clients that were turned away: at most one line for each kind in LOG_INTERVAL, however many come.
 
-    The first one that protected mode refuses is a warning.
+    The first one of each kind that protected mode refuses is a warning.
     """
 
     def __init__(self) -> None:
@@ -95,7 +107,7 @@ class RejectionLog:
         if now - self._last.get(kind, -LOG_INTERVAL) < LOG_INTERVAL:
             self._unlogged[kind] = self._unlogged.get(kind, 0) + 1
             return
-        level = logging.WARNING if kind == PROTECTED and kind not in self._last else logging.INFO
+        level = logging.WARNING if kind in PROTECTED and kind not in self._last else logging.INFO
         self._last[kind] = now
         more = self._unlogged.pop(kind, 0)
         others = f" (and {more} others since the last such line)" if more else ""
@@ -135,6 +147,11 @@ class Client:
     def has_sent(self) -> bool:
         """Whether it has sent anything."""
         return self.stream.peer_has_sent
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its first message has arrived and is right."""
+        return self.stream.has_answered
 
     @property
     def is_idle(self) -> bool:
@@ -242,14 +259,12 @@ class Acceptor:
         return not self._clients or (len(self._clients) < MAX_EXCHANGES and descriptors.are_left(count))
 
     def _end_idle_exchanges(self) -> bool:
-        """Ends a few exchanges of idle strangers, of the source with the most strangers; returns whether any."""
+        """Ends a few exchanges of idle strangers in the first half of the ranking; returns whether any."""
         strangers = [client for client in self._clients if not client.is_let_in]
         counts = Counter(client.source for client in strangers)
-        most = max(counts.values(), default=0)
-        worst = sorted(
-            (client for client in strangers if counts[client.source] == most), key=lambda client: client.has_sent
-        )
-        idle = list(islice((client for client in worst if client.is_idle), 1 + len(self._clients) // 32))
+        strangers.sort(key=lambda client: (client.is_answered, -counts[client.source]))  # the oldest are first already
+        first_half = strangers[: (len(strangers) + 1) // 2]
+        idle = list(islice((client for client in first_half if client.is_idle), 1 + len(self._clients) // 32))
         for client in idle:
             del self._clients[client]
             client.scope.cancel()
@@ -308,7 +323,7 @@ class Acceptor:
             answer = NO_TLS if kind is TLS_CLIENT else b""
         except ProtocolError as error:
             why = error.why if isinstance(error, Refusal) else RefusalCode.NOT_ADMITTED
-            kind, reason = PROTECTED if isinstance(error, ProtectedMode) else "refused", str(error)
+            kind, reason = error.kind if isinstance(error, ProtectedMode) else "refused", str(error)
             exchange.refuse(reason, why)
         except ssl.SSLError as error:
             kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
@@ -354,7 +369,7 @@ class Acceptor:
         handshake.set_addresses(stream)
         if options.ssl_context is not None:
             await stream.start_tls(options.ssl_context, is_client=False, server_hostname=None)
-        exchange.protected = not options.lets_in(stream)
+        exchange.protected = await options.refusal_of(stream)
         opened = await handshake.next_event(stream, exchange)
         if not isinstance(opened, Opened):
             raise _gave_up(opened)

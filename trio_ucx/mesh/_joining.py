@@ -55,7 +55,7 @@ async def join(
         meeting: where rank 0 listens: ``"host:port"``; ``"file:///path"`` of a file that rank 0 writes and the others
             read, in a folder where only this user can write; or ``"mpi"``, to broadcast its address with mpi4py.
         timeout: seconds for which to wait for the others.
-        allow_anyone: let in ranks from other hosts although there is no ``authkey``.
+        allow_anyone: let in ranks from other hosts, and of other users, although there is no ``authkey``.
         on_loss: ``"cancel"``: if a rank is lost, the block is cancelled, and raises :class:`RankLostError`.
             ``"continue"``: operations with the lost rank raise it, and collective operations; a new process may join
             under its number. The loss of rank 0 ends the group in both cases. It must be the same for all ranks.
@@ -70,9 +70,9 @@ async def join(
     Raises:
         MeetingError: the ranks did not find each other in time.
         RankLostError: a rank was lost.
-        NotAdmitted: the authkeys differ, or there is none and rank 0 is on another host. It is raised after
-            ``timeout``, and the logger ``trio_ucx`` warns at once: what refuses this rank may be an earlier group, or a
-            stranger that has the port for a moment.
+        NotAdmitted: the authkeys differ, or there is none and rank 0 is another host's or another user's. It is raised
+            after ``timeout``, and the logger ``trio_ucx`` warns at once: what refuses this rank may be an earlier
+            group, or a stranger that has the port for a moment.
         RuntimeError: no launcher's environment was found.
         OSError: rank 0 cannot listen at the meeting point, or write its file there; or it does not accept this rank.
         TypeError, ValueError: a wrong argument, or a wrong value in the environment.

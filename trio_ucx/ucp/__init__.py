@@ -10,7 +10,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``). Two qu
 ``stopped_queue``, stand higher:
 
     _util, _contained, _live_handles, _process,
-      _features, _status, _fields                     utilities, this process, features, statuses and errors
+      _features, _status, _fields, _keys              utilities, this process, features, statuses and errors
     _quirks                                           what is done only because of UCX's faults
     _address, _worker_address, _transports            addresses, and which transports two workers use
     _memory                                           buffers, and memory that peers can get and put

@@ -13,9 +13,9 @@ from typing import Any
 
 import attrs
 
-from .._native import lib
 from ._features import Feature
 from ._fields import Field, Layout
+from ._keys import KEY_SIZE
 from ._process import MAX_PID, NOBODY, Host, Process
 from ._quirks.address_layout import SHARED_MEMORY, check_version, read_uid
 from ._quirks.option_limits import AGREED, Sizes
@@ -26,7 +26,7 @@ MIN_ADDRESS, MAX_ADDRESS = 10, 48_000
 MAX_TCP_ADDRESSES = 128
 
 #: Bytes of the keys in a public address: the one that opens the worker's data ports, and the one that it answers.
-KEYS_SIZE = 2 * lib.TU_KEY
+KEYS_SIZE = 2 * KEY_SIZE
 
 #: UCX's two addresses, the TCP addresses and the keys follow these fields.
 LAYOUT = Layout(

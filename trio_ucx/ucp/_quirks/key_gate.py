@@ -22,16 +22,14 @@ from __future__ import annotations
 
 import errno
 import logging
-import secrets
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Any
 
-import attrs
-
 from ..._native import ffi, lib
 from .._address import family_of
+from .._keys import KEY_SIZE, KeyPair, new_key
 from .._worker_address import WorkerAddress
 from .address_layout import parse_worker_address
 
@@ -39,26 +37,9 @@ logger = logging.getLogger("trio_ucx")
 
 Network = IPv4Network | IPv6Network
 
-KEY_SIZE = lib.TU_KEY
+assert KEY_SIZE == lib.TU_KEY
+
 LOOPBACK: tuple[Network, ...] = (ip_network("127.0.0.0/8"), ip_network("::1"))
-
-
-@attrs.frozen
-class KeyPair:
-    """The keys of one peer.
-
-    Attributes:
-        ours: opens our data ports. The peer shows it where it connects to us, and as its answer where we connect.
-        theirs: opens the peer's.
-    """
-
-    ours: bytes = attrs.field(repr=False)
-    theirs: bytes = attrs.field(repr=False)
-
-
-def new_key() -> bytes:
-    """Returns a random key."""
-    return secrets.token_bytes(KEY_SIZE)
 
 
 def tcp_hosts(address: WorkerAddress) -> list[str]:
@@ -173,18 +154,21 @@ class KeyGate:
             return self._address
         pair = KeyPair(ours=new_key(), theirs=new_key())
         lib.tu_gate_show_by_default(self.let_in(pair)._native)
-        return self._address._changed(keys=pair.ours + pair.theirs)
+        ports = self._address.tcp_addresses or tuple(self._ports)  # the address may have an unknown layout
+        return self._address._changed(keys=pair.ours + pair.theirs, tcp_addresses=ports)
 
     def let_in_holder(self, address: WorkerAddress) -> Admission | None:
         """Lets in the worker whose public address we have: UCX there may have to connect to us.
 
         Returns:
-            None if the address has no keys.
+            None if the address has no keys, or TCP is not used.
 
         Raises:
             PermissionError: it has none, and its hosts are not admitted without.
             MemoryError: there is no memory for that.
         """
+        if not self._ports:
+            return None
         if not address.keys or not address.tcp_addresses:
             self.check_admitted(tcp_hosts(address))
             return None
