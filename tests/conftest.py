@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import signal
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import networks
 import pytest
 import selection
 import trustme
@@ -59,7 +61,15 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    selection.mark_root(items)
     selection.select(config, items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    networks.marked_root = item.get_closest_marker("root") is not None
+    if networks.marked_root and os.geteuid() != 0:
+        pytest.skip("only root can run it: pytest -m root")
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ Beside it:
 * ``attacked_server.py``: a server under attack.
 * ``end_to_end/programs.py``: the examples and the command line, run as programs; ``c_programs.py``: programs in C.
 * ``selection.py``: which cases run.
+* ``environments.py``: what runs programs without privileges, made by ``restrict.py``; ``unprivileged_programs.py``:
+  the programs.
 * ``networks.py``: network namespaces, and processes in them; ``faults/network_program.py``: one that has much traffic.
 * ``remote.py``: remote memory, atomics and request chains.
 * ``samples.py``: worker addresses of many releases. ``foreign_arrays.py``: arrays that describe themselves by DLPack.

@@ -9,7 +9,6 @@ import itertools
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from environments import as_other_user
 from helpers import open_peer
 
 _numbers = itertools.count()
@@ -26,10 +26,13 @@ def run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, timeout=60, text=True).stdout
 
 
+#: Whether the test that runs has the marker ``root``; see ``selection.py``.
+marked_root = False
+
+
 def need(*command: str, why: str) -> None:
-    """Skips the test where a command that does nothing cannot be run under what the test needs."""
-    if os.geteuid() != 0:
-        pytest.skip(f"{why} need root")
+    """Skips the test where a command that does nothing cannot be run under what the test needs, besides root."""
+    assert marked_root, "only root can do this: mark the test with pytest.mark.root"
     if shutil.which(command[0]) is None:
         pytest.skip(f"{why} need {command[0]}")
     try:
@@ -129,11 +132,9 @@ def unshare(*kinds: str) -> Sequence[str]:
 
 
 def as_user(uid: int) -> Sequence[str]:
-    """What runs a command as another user. Skips the test where that cannot be had."""
-    capabilities = ["--inh-caps=+net_admin", "--ambient-caps=+net_admin"]  # some kernels demand it for a socket filter
-    command = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", *capabilities]
-    need(*command, sys.executable, "-c", "import trio_ucx", why="tests as another user, who can read this Python,")
-    return command
+    """What runs a command as another user, without capabilities. Skips the test where that cannot be had."""
+    need("unshare", "--mount", "true", why="tests as another user")
+    return as_other_user(uid)
 
 
 SIZES = [1, 5000, 2**20]

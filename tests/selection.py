@@ -4,6 +4,8 @@
 * ``--rest MINUTES``: what the default leaves out, in random order, as much as can begin in that time.
 * ``--full``: all cases, and all rounds of each test; ``--part 2/5``: the second of five parts of them.
 
+The marker ``root`` is for tests that only root can run. Others skip them.
+
 ``--seed`` decides all choices, for each test independently: a test runs the same cases, whichever other tests run, in
 whatever order and number of processes.
 """
@@ -14,7 +16,9 @@ import random
 import time
 import zlib
 from collections.abc import Iterable
+from typing import Any
 
+import networks
 import pytest
 
 
@@ -56,6 +60,31 @@ def default(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
 def _sample(group: list[pytest.Item], count: int, seed: int, key: str) -> list[pytest.Item]:
     ordered = sorted(group, key=lambda item: item.nodeid)
     return random.Random(f"{seed} {key}").sample(ordered, max(0, count))
+
+
+#: What only root can call.
+_OF_ROOT = (networks.need, networks.open_network, networks.unshare, networks.as_user)
+
+
+def _calls_what_needs_root(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and any(
+        function.__globals__.get(name) is privileged for name in code.co_names for privileged in _OF_ROOT
+    )
+
+
+def mark_root(items: list[pytest.Item]) -> None:
+    """Gives the marker ``root`` to the tests that call what only root can, by themselves or in a fixture.
+
+    A test that does so in another function needs the marker in its source; otherwise it fails.
+    """
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        fixtures = [
+            each.func for name in item.fixturenames for each in item._fixtureinfo.name2fixturedefs.get(name, ())
+        ]
+        if any(map(_calls_what_needs_root, (item.function, *fixtures))):
+            item.add_marker(pytest.mark.root)
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:

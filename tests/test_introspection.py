@@ -6,11 +6,7 @@ import errno
 import math
 import os
 import re
-import shutil
 import socket
-import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 
 import pytest
 import trio
@@ -25,6 +21,7 @@ from helpers import (
     until,
 )
 from injected_faults import close_worker
+from networks import open_network
 
 import trio_ucx
 from trio_ucx import _native, ucp
@@ -327,57 +324,22 @@ def test_keepalive_interval_as_options() -> None:
         assert "KEEPALIVE_INTERVAL" not in context.config
 
 
-@contextmanager
-def two_hosts() -> Iterator[tuple[list[str], list[str], str]]:
-    """Two network namespaces with a cable between: what runs a command in each, and the second's address."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and ip(8)")
-    names = [f"tu{os.getpid()}{side}" for side in "ab"]
-
-    def ip(*command: str) -> None:
-        subprocess.run(["ip", *command], check=True, capture_output=True, timeout=60)
-
-    with ExitStack() as stack:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                stack.callback(ip, "netns", "del", name)
-            ip("-n", names[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", names[1])
-            for name, address in zip(names, ("10.77.0.1/24", "10.77.0.2/24"), strict=True):
-                ip("-n", name, "addr", "add", address, "dev", "cable")
-                ip("-n", name, "link", "set", "cable", "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-        first, second = (["ip", "netns", "exec", name] for name in names)
-        yield first, second, "10.77.0.2"
-
-
-async def has_carrier(under: list[str]) -> None:
-    """The kernel looks at a new cable only once a second."""
-    with trio.fail_after(15):
-        while True:
-            result = await trio.run_process([*under, "cat", "/sys/class/net/cable/operstate"], capture_stdout=True)
-            if result.stdout.strip() == b"up":
-                return
-            await trio.sleep(0.05)
-
-
 @pytest.mark.skipif(_native.ucx.version < (1, 17), reason="older UCX takes TCP's keepalive from the environment only")
 async def test_peer_whose_network_went_away_is_noticed() -> None:
-    with two_hosts() as (here, there, address):
-        await has_carrier(here)
-        await has_carrier(there)
+    with open_network() as network:
+        here, there, address = network.host(), network.host(), "10.77.0.2"
+        network.cable((here, "cable", "10.77.0.1/24"), (there, "cable", f"{address}/24"))
+        await network.ready()
         async with (
-            open_peer("silent", 2**20, address, transports="tcp", under=there) as server,
-            open_peer("waiting", address, 1, transports="tcp", under=here, UCX_LOG_LEVEL="fatal") as client,
+            open_peer("silent", 2**20, address, transports="tcp", under=there.under) as server,
+            open_peer("waiting", address, 1, transports="tcp", under=here.under, UCX_LOG_LEVEL="fatal") as client,
         ):
             [_, port], _ = await server.hear()
             await client.tell(port)
             assert await client.hear() == "connected"
             await client.tell()
             since = trio.current_time()
-            await trio.run_process([*there, "ip", "link", "set", "cable", "down"])
+            there.down("cable")
             how, _ = await client.hear()
             assert how == "PeerLost"
             assert 1 < trio.current_time() - since < 12  # UCX's own interval is 20 seconds, and the kernel's two hours

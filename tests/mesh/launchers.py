@@ -20,6 +20,7 @@ from pathlib import Path
 import attrs
 import pytest
 from helpers import free_port
+from networks import need
 
 #: Seconds for a program with a few ranks, and for Slurm to start and to end.
 PROGRAM, DAEMONS = 60.0, 20.0
@@ -102,8 +103,7 @@ def _mpirun(path: str, what: str, agent_option: str, two_hosts: Path | None) -> 
     options = [path, *as_root, "--oversubscribe", "--bind-to", "none"]
     if two_hosts is None:
         return Launcher(version, lambda ranks: [*options, "-n", str(ranks)])
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("a second host needs root and unshare")
+    need("unshare", "--uts", "true", why="a second host")
     agent = two_hosts / "agent"
     agent.write_text(_AGENT)
     agent.chmod(0o755)
@@ -174,9 +174,8 @@ def slurm(tmp_path: Path, nodes: int = 1) -> Iterator[Launcher]:
         nodes: 1, or 2, where the second one is this machine, too, under another host name. The first name leads to this
             machine's loopback address or another of its own; the second one leads nowhere.
     """
-    if os.geteuid() != 0:
-        pytest.skip("slurmd needs root")
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    need("true", why="slurmd")
     for command in ("munged", "slurmctld", "slurmd", "srun", "sinfo", *(("unshare",) if nodes > 1 else ())):
         if shutil.which(command, path=path) is None:
             pytest.skip(f"Slurm is not installed: no {command} (packages slurm-wlm and munge)")

@@ -151,7 +151,14 @@ def lines_of(output: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["debian", "debian, two hosts", "pypi", "pypi, two hosts", "slurm", "slurm, two hosts", "ours"]
+    "name",
+    [
+        *("debian", "pypi", "ours"),
+        *(
+            pytest.param(name, marks=pytest.mark.root)
+            for name in ("debian, two hosts", "pypi, two hosts", "slurm", "slurm, two hosts")
+        ),
+    ],
 )
 def test_places(name: str, tmp_path: Path) -> None:
     if name in ("debian, two hosts", "pypi, two hosts"):
@@ -181,11 +188,15 @@ def test_places(name: str, tmp_path: Path) -> None:
         assert source == "TRIO_UCX_RANK, TRIO_UCX_SIZE, TRIO_UCX_MEETING" and meeting.startswith("file:///")
 
 
+@pytest.mark.root
 def test_places_of_two_steps_differ(tmp_path: Path) -> None:
     with slurm(tmp_path) as launcher:
         done = [launcher.run(2, "-c", PROGRAM, TRIO_UCX_AUTHKEY="a key for the tests") for _ in range(2)]
     first, second = (lines_of(one.stdout)[0]["meeting"] for one in done)
     assert first != second
+
+
+TWO_HOSTS = pytest.param("fresh", ", two hosts", marks=pytest.mark.root)
 
 
 @pytest.mark.parametrize("name", ["debian", "pypi"])
@@ -196,7 +207,7 @@ class TestMPI:
     def with_mpi4py(self) -> None:
         need_mpi4py()
 
-    @pytest.mark.parametrize(("how", "hosts"), [("fresh", ", two hosts"), ("fresh", ""), ("initialised", "")])
+    @pytest.mark.parametrize(("how", "hosts"), [TWO_HOSTS, ("fresh", ""), ("initialised", "")])
     def test_broadcast(self, name: str, how: str, hosts: str, tmp_path: Path) -> None:
         with open_launcher(name + hosts, tmp_path) as launcher:
             done = launcher.run(RANKS, "-c", BROADCAST, how)

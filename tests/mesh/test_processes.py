@@ -6,13 +6,12 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import trio
 from helpers import free_port
-from networks import Host, need, open_network
+from networks import Host, Network, open_network
 
 from .ranks import Ranks, ranks
 
@@ -104,20 +103,17 @@ def test_the_environment_of_torch(tmp_path: Path, program: Path, torchrun: bool)
         group.finish()
 
 
-@contextmanager
-def two_hosts(address: str, other: str) -> Iterator[list[Host]]:
-    need("ip", "netns", "list", why="two hosts")
-    with open_network() as network:
-        one, two = network.host(), network.host()
-        network.cable((one, "right", address), (two, "left", other))
-        trio.run(network.ready)
-        yield [one, two]
+def two_hosts(network: Network, address: str, other: str) -> list[Host]:
+    one, two = network.host(), network.host()
+    network.cable((one, "right", address), (two, "left", other))
+    trio.run(network.ready)
+    return [one, two]
 
 
 @pytest.fixture
 def hosts() -> Iterator[list[Host]]:
-    with two_hosts("10.203.1.1/24", "10.203.1.2/24") as hosts:
-        yield hosts
+    with open_network() as network:
+        yield two_hosts(network, "10.203.1.1/24", "10.203.1.2/24")
 
 
 def start_on(hosts: list[Host], group: Ranks, meeting: str, **environment: str) -> None:
@@ -143,10 +139,8 @@ def test_two_hosts(tmp_path: Path, program: Path, hosts: list[Host], how: str) -
 
 def test_two_hosts_without_ipv4(tmp_path: Path, program: Path) -> None:
     meeting = f"file://{tmp_path}/meeting"
-    with (
-        two_hosts("fd00:203::1/64", "fd00:203::2/64") as hosts,
-        ranks(4, tmp_path, program, -1, "nothing", start=False) as group,
-    ):
+    with open_network() as network, ranks(4, tmp_path, program, -1, "nothing", start=False) as group:
+        hosts = two_hosts(network, "fd00:203::1/64", "fd00:203::2/64")
         start_on(hosts, group, meeting, UCX_TCP_AF_PRIO="inet6,inet")
         for rank in range(4):
             assert group[rank].finish() == 0, f"rank {rank}, {group[rank]}"

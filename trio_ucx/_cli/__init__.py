@@ -2,6 +2,7 @@
 
     errors      errors that are not bugs
     info        the command info: what UCX offers on this machine, and the configuration in force
+    privileges  what the kernel lets this process do and use
     sizes       message sizes, as people write them
     ends        the two ends of a measurement: their protocol, and how they verify data
     measuring   measuring for a number of seconds or messages, with a progress bar

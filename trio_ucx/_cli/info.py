@@ -17,6 +17,7 @@ from .._version import __version__
 from ..ucp import Context, UCXError, open_context
 from ..ucp._quirks.default_options import DEFAULT_OPTIONS
 from ..ucp._quirks.option_limits import OptionError
+from .privileges import Privileges, look
 
 #: Options that make UCX list every device, whatever the environment excludes.
 EVERYTHING = dict.fromkeys(("TLS", "NET_DEVICES", "SHM_DEVICES", "SELF_DEVICES", "ACC_DEVICES"), "all")
@@ -60,8 +61,9 @@ class DefaultInfo:
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "info",
-        help="the UCX in use, this machine's transports, and the configuration in force",
-        description="Shows the UCX in use, this machine's transports and devices, and the configuration in force.",
+        help="the UCX in use, this machine's transports, the configuration in force, and what the kernel permits",
+        description="Shows the UCX in use, this machine's transports and devices, the configuration in force, and what "
+        "the kernel lets this process do: its capabilities, shared memory, descriptors.",
     )
     parser.add_argument("--config", action="store_true", help="all of UCX's options, not only those that were chosen")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with all options")
@@ -106,6 +108,7 @@ def collect() -> dict[str, Any]:
         "defaults": [attrs.asdict(one) for one in defaults],
         "chosen": chosen,
         "config": config,
+        "privileges": attrs.asdict(look()),
     }
 
 
@@ -171,6 +174,8 @@ def as_text(facts: dict[str, Any], full_config: bool) -> str:
     for one in facts["defaults"]:
         state = "in force" if one["in_force"] else f"not in force: {one['instead']}"
         lines.append(f"  {one['name']}={one['value']}  ({state})")
+    lines += ["", "What the kernel lets this process do"]
+    lines += [f"  {line}" for line in Privileges(**facts["privileges"]).as_lines()]
     if facts["error"]:
         lines += ["", f"UCX does not start with this configuration: {facts['error']}"]
     elif full_config:
