@@ -291,6 +291,7 @@ async def test_addresses(worker: ucp.Worker) -> None:
 
 async def test_listening(worker: ucp.Worker) -> None:
     [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    worker.admit("127.0.0.1")
     async with listener:
         for open_one in (
             lambda: trio_ucx.open_ucx_listeners(listener.address[1], host="127.0.0.1", worker=worker),

@@ -831,7 +831,7 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
                 "UCXStream.send_eof": stream.send_eof,
                 "Worker.flush": closed.flush,
                 "Worker.open_endpoint": lambda: closed.open_endpoint(address),
-                "Worker.open_listener": lambda: open_raw_listener(closed),
+                "Worker.open_listener": lambda: closed.open_listener("127.0.0.1", 0),
                 "Worker.tag_receive": lambda: closed.tag_receive(buffer, 1),
                 "Worker.tag_wait": lambda: closed.tag_wait(1),
                 "Worker.wait_stream_ready": closed.wait_stream_ready,

@@ -531,6 +531,7 @@ async def test_force_while_another_task_closes(
 
 async def test_force_ends_a_close_in_the_background(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
     async with open_raw_pair(worker) as (client, _):
+        caplog.clear()  # which hosts are admitted
         async with trio.open_nursery() as nursery:
 
             async def cut_off() -> None:

@@ -45,6 +45,7 @@ async def test_address_of_a_dead_process(transports: str, alone: bool, mode: ucp
             assert caught.value.errno == errno.ECONNREFUSED
             assert isinstance(caught.value.__cause__, ucp.UCXError)
             unknown = ucp.WorkerAddress.from_ucx(address.ucx, shared_memory=True)
+            worker.admit("127.0.0.1")
             with pytest.raises(OSError, match="its shared memory is not there"):
                 await worker.open_endpoint(unknown, error_mode=mode)
             return

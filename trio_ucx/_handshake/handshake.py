@@ -250,7 +250,7 @@ class Handshake:
         """Lets the peer connect to our data ports.
 
         Raises:
-            MemoryError: there is no memory for that.
+            OSError: there is no memory for that (ENOMEM).
         """
         self._admission = self.registry.engine.key_gate.let_in(keys)
 

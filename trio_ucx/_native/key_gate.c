@@ -329,7 +329,7 @@ static void forget(int fd)
 /* Returns NULL, and sets errno, if the descriptor cannot be watched. */
 static watched_t *watch(int fd)
 {
-    watched_t *new = fd >= 0 && fd < MAX_DESCRIPTORS ? tu_calloc(1, sizeof(*new)) : NULL;
+    watched_t *new = fd >= 0 && fd < MAX_DESCRIPTORS ? calloc(1, sizeof(*new)) : NULL;
 
     if (new == NULL) {
         errno = fd < MAX_DESCRIPTORS ? ENOMEM : EMFILE;

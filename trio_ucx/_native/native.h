@@ -110,8 +110,8 @@ bool tu_replace_import(const void *inside, const char *name, const void *functio
 
 /* ---- allocating (library.c) ----
  *
- * Everything but the log, the context and the sockets' addresses is allocated by these functions, so that tests can
- * make them fail: tu_test_refuse_memory(). free() frees it. */
+ * Everything but the log, the context, the sockets' addresses and what belongs to sockets of UCX's (key_gate.c) is
+ * allocated by these functions, so that tests can make them fail: tu_test_refuse_memory(). free() frees it. */
 
 extern int64_t tu_allocations_left; /* that succeed; -1: no limit */
 

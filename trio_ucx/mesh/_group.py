@@ -259,12 +259,15 @@ class Group(metaclass=OpenedNotConstructed):
         elif _is_small(data) and await self._use(to, sent_at_once):
             await receive(source)
         else:
+            error: Exception | None = None  # raised outside: in `except*`, Python before 3.11.4 makes a group of it
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(partial(self.send, to, data, tag=tag))
                     await receive(source)
             except* Exception as group:
-                raise group.exceptions[0] from None
+                error = group.exceptions[0]
+            if error is not None:
+                raise error from None
         return received
 
     @enable_ki_protection

@@ -61,11 +61,11 @@ class Admission:
         """Lets UCX connect to the peer's data ports.
 
         Raises:
-            MemoryError: there is no memory for that.
+            OSError: there is no memory for that (ENOMEM).
         """
         native = ffi.new("tu_address_t[]", [_native_address(host, port) for host, port in addresses])
         if not lib.tu_gate_direct(self._native, native, len(addresses)):
-            raise MemoryError("no memory for the addresses of a peer")
+            raise OSError(errno.ENOMEM, "no memory for the addresses of a peer")
 
     def end(self) -> None:
         """Takes the keys away. Connections that UCX has made stay. Ended already: no effect."""
@@ -136,11 +136,11 @@ class KeyGate:
         """Lets a peer in: it can connect to the data ports.
 
         Raises:
-            MemoryError: there is no memory for that.
+            OSError: there is no memory for that (ENOMEM).
         """
         native = lib.tu_gate_add(self.handle, pair.ours, pair.theirs)
         if native == ffi.NULL:
-            raise MemoryError("no memory for the keys of a peer")
+            raise OSError(errno.ENOMEM, "no memory for the keys of a peer")
         return Admission(self, native)
 
     @cached_property
@@ -165,7 +165,7 @@ class KeyGate:
 
         Raises:
             PermissionError: it has none, and its hosts are not admitted without.
-            MemoryError: there is no memory for that.
+            OSError: there is no memory for that (ENOMEM).
         """
         if not self._ports:
             return None
