@@ -141,7 +141,7 @@ async def test_without_memory_a_connection_opens_on_both_sides_or_on_neither(tra
     """A side that could not post its HELLO had no connection, and the other one had."""
     config = {"TLS": transports}
     opened = []
-    for allowed in range(12):
+    for allowed in range(18):
         async with ucp.open_worker(config=config) as one, ucp.open_worker(config=config) as other:
             [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=other)
             async with listener:
