@@ -2,8 +2,8 @@
  *
  * UCX trusts everything that arrives at these ports, and whatever answers where it connects. A worker therefore has
  * pairs of keys, one for each peer that was let in. The connecting process sends the peer's key before UCX's first
- * byte. The listening process reads it before UCX knows of the connection, closes the connection if it has no such pair,
- * and answers with the other key of the pair. The connecting process reads that before UCX reads anything.
+ * byte. The listening process reads it before UCX knows of the connection, and answers with the other key of the pair;
+ * it closes the connection if it has no such pair. The connecting process reads the answer before UCX reads anything.
  *
  * UCX has no hooks for this. The entries of the import table (GOT) of libucs for the functions of the C library that
  * TCP needs are replaced with the functions below. They act on a socket only if UCX listens there, or connects it, for
@@ -34,13 +34,15 @@
 
 typedef unsigned char tu_key_t[TU_KEY];
 
-typedef struct ip {
+/* An IP address and a port. Unused bytes are 0. */
+typedef struct place {
     int family;
-    unsigned char bytes[16];   /* of an IPv4 address, the first 4 */
-} ip_t;
+    unsigned port;
+    unsigned char ip[16];      /* of an IPv4 address, the first 4 */
+} place_t;
 
 typedef struct network {
-    ip_t ip;
+    place_t place;             /* port 0 */
     unsigned prefix;           /* bits */
 } network_t;
 
@@ -65,21 +67,13 @@ struct tu_gate {
     uint64_t next_log;
 };
 
-/* A place where a peer listens. */
-typedef struct place {
-    tu_list_t link;            /* in `places` */
-    tu_pair_t *pair;
-    ip_t ip;
-    unsigned port;
-} place_t;
-
 struct tu_pair {
     tu_gate_t *gate;
-    tu_list_t link;            /* in the gate's pairs */
+    tu_list_t link;            /* in the gate's pairs, the newest first */
     tu_list_t by_key;          /* in `keys` */
     tu_key_t ours;             /* opens our ports */
     tu_key_t theirs;           /* opens the peer's ports */
-    place_t *places;
+    place_t *places;           /* where the peer listens */
     size_t count;
 };
 
@@ -96,63 +90,58 @@ typedef struct watched {
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* for the lists, and for networks */
 static tu_list_t keys[BUCKETS];
-static tu_list_t places[BUCKETS];
 static watched_t *watched[MAX_DESCRIPTORS];
 static const char *missing;    /* a function that libucs does not import: it connects in some other way */
 static __thread tu_gate_t *acting;
 
 /* ---- addresses ---- */
 
-static bool ip_of(const struct sockaddr *address, ip_t *ip, unsigned *port)
+static bool place_of(const struct sockaddr *address, place_t *place)
 {
-    memset(ip, 0, sizeof(*ip));
+    memset(place, 0, sizeof(*place));
+    place->family = address->sa_family;
     if (address->sa_family == AF_INET) {
         const struct sockaddr_in *v4 = (const struct sockaddr_in *)(const void *)address;
 
-        memcpy(ip->bytes, &v4->sin_addr, 4);
-        *port = ntohs(v4->sin_port);
-    } else if (address->sa_family == AF_INET6) {
+        memcpy(place->ip, &v4->sin_addr, 4);
+        place->port = ntohs(v4->sin_port);
+        return true;
+    }
+    if (address->sa_family == AF_INET6) {
         const struct sockaddr_in6 *v6 = (const struct sockaddr_in6 *)(const void *)address;
 
-        memcpy(ip->bytes, &v6->sin6_addr, 16);
-        *port = ntohs(v6->sin6_port);
-    } else {
-        return false;
+        memcpy(place->ip, &v6->sin6_addr, 16);
+        place->port = ntohs(v6->sin6_port);
+        return true;
     }
-    ip->family = address->sa_family;
-    return true;
+    return false;
 }
 
-static bool ip_parse(const tu_address_t *address, ip_t *ip, unsigned *port)
+static bool place_parse(const tu_address_t *address, place_t *place)
 {
     struct sockaddr_storage storage;
     socklen_t length;
 
     return tu_sockaddr_make(&storage, &length, address->family, address->ip, address->port, 0) &&
-           ip_of((const struct sockaddr *)&storage, ip, port);
+           place_of((const struct sockaddr *)&storage, place);
 }
 
-static bool same_ip(const ip_t *one, const ip_t *other)
-{
-    return one->family == other->family && memcmp(one->bytes, other->bytes, sizeof(one->bytes)) == 0;
-}
-
-static bool contains(const network_t *network, const ip_t *ip)
+static bool contains(const network_t *network, const place_t *place)
 {
     unsigned whole = network->prefix / 8;
     unsigned bits  = network->prefix % 8;
 
-    return network->ip.family == ip->family && memcmp(network->ip.bytes, ip->bytes, whole) == 0 &&
-           (bits == 0 || (network->ip.bytes[whole] ^ ip->bytes[whole]) >> (8 - bits) == 0);
+    return network->place.family == place->family && memcmp(network->place.ip, place->ip, whole) == 0 &&
+           (bits == 0 || (network->place.ip[whole] ^ place->ip[whole]) >> (8 - bits) == 0);
 }
 
 /* True if a host needs no key. */
-static bool is_admitted(const tu_gate_t *gate, const ip_t *ip)
+static bool is_admitted(const tu_gate_t *gate, const place_t *place)
 {
     size_t i;
 
     for (i = 0; i < gate->network_count; i++) {
-        if (contains(&gate->networks[i], ip)) {
+        if (contains(&gate->networks[i], place)) {
             return true;
         }
     }
@@ -164,16 +153,6 @@ static bool is_admitted(const tu_gate_t *gate, const ip_t *ip)
 static tu_list_t *bucket_of_key(const tu_key_t key)
 {
     return &keys[(key[0] | key[1] << 8) % BUCKETS];
-}
-
-static tu_list_t *bucket_of_place(const ip_t *ip, unsigned port)
-{
-    unsigned hash = port;
-
-    for (size_t i = 0; i < sizeof(ip->bytes); i++) {
-        hash = hash * 31 + ip->bytes[i];
-    }
-    return &places[hash % BUCKETS];
 }
 
 /* Compares all bytes, so that the time says nothing about the key. */
@@ -200,13 +179,15 @@ static tu_pair_t *pair_with_key(const tu_gate_t *gate, const tu_key_t shown)
 }
 
 /* The newest pair for a place, or NULL. */
-static tu_pair_t *pair_for_place(const tu_gate_t *gate, const ip_t *ip, unsigned port)
+static tu_pair_t *pair_for_place(const tu_gate_t *gate, const place_t *place)
 {
-    place_t *place;
+    tu_pair_t *pair;
 
-    TU_LIST_FOR_EACH(place, bucket_of_place(ip, port), link) {
-        if (place->pair->gate == gate && place->port == port && same_ip(&place->ip, ip)) {
-            return place->pair;
+    TU_LIST_FOR_EACH(pair, &gate->pairs, link) {
+        for (size_t i = 0; i < pair->count; i++) {
+            if (memcmp(&pair->places[i], place, sizeof(*place)) == 0) {
+                return pair;
+            }
         }
     }
     return NULL;
@@ -224,43 +205,28 @@ tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs
     memcpy(pair->ours, ours, TU_KEY);
     memcpy(pair->theirs, theirs, TU_KEY);
     pthread_mutex_lock(&mutex);
-    tu_list_append(&pair->gate->pairs, &pair->link);
+    tu_list_prepend(&pair->gate->pairs, &pair->link);
     tu_list_append(bucket_of_key(pair->ours), &pair->by_key);
     pthread_mutex_unlock(&mutex);
     return pair;
 }
 
-static void remove_places(tu_pair_t *pair)
-{
-    for (size_t i = 0; i < pair->count; i++) {
-        tu_list_remove(&pair->places[i].link);
-    }
-    free(pair->places);
-    pair->places = NULL;
-    pair->count  = 0;
-}
-
-/* From now on UCX shows `theirs` where it connects to these addresses. Returns false if there is no memory. */
+/* From now on UCX shows `theirs` where it connects to these addresses. Returns false if there is no memory. To be called
+ * once. */
 bool tu_gate_direct(tu_pair_t *pair, const tu_address_t *addresses, size_t count)
 {
-    place_t *new = count == 0 ? NULL : tu_calloc(count, sizeof(*new));
-    size_t used  = 0;
-    size_t i;
+    place_t *places = tu_calloc(count + 1, sizeof(*places));
+    size_t used     = 0;
 
-    if (new == NULL) {
-        return count == 0;
+    if (places == NULL) {
+        return false;
     }
-    for (i = 0; i < count; i++) {
-        new[used].pair = pair;
-        used += ip_parse(&addresses[i], &new[used].ip, &new[used].port);
+    for (size_t i = 0; i < count; i++) {
+        used += place_parse(&addresses[i], &places[used]);
     }
     pthread_mutex_lock(&mutex);
-    remove_places(pair);
-    pair->places = new;
+    pair->places = places;
     pair->count  = used;
-    for (i = 0; i < used; i++) {
-        tu_list_prepend(bucket_of_place(&new[i].ip, new[i].port), &new[i].link);
-    }
     pthread_mutex_unlock(&mutex);
     return true;
 }
@@ -274,10 +240,10 @@ void tu_gate_show_by_default(tu_pair_t *pair)
 void tu_gate_remove(tu_pair_t *pair)
 {
     pthread_mutex_lock(&mutex);
-    remove_places(pair);
     tu_list_remove(&pair->by_key);
     tu_list_remove(&pair->link);
     pthread_mutex_unlock(&mutex);
+    free(pair->places);
     explicit_bzero(pair, sizeof(*pair));
     free(pair);
 }
@@ -287,14 +253,13 @@ bool tu_gate_admit(tu_worker_t *worker, const tu_address_t *ip, unsigned prefix)
 {
     tu_gate_t *gate = worker->gate;
     network_t *larger;
-    unsigned port;
 
     pthread_mutex_lock(&mutex);
     larger = tu_realloc(gate->networks, (gate->network_count + 1) * sizeof(*larger));
     if (larger != NULL) {
         gate->networks = larger;
         larger[gate->network_count].prefix = prefix;
-        gate->network_count += ip_parse(ip, &larger[gate->network_count].ip, &port);
+        gate->network_count += place_parse(ip, &larger[gate->network_count].place);
     }
     pthread_mutex_unlock(&mutex);
     return larger != NULL;
@@ -410,16 +375,14 @@ static bool let_in(const tu_gate_t *gate, int fd, const struct sockaddr *from)
     tu_key_t shown, answer;
     tu_pair_t *pair = NULL;
     bool admitted   = false;
-    unsigned port;
-    ip_t ip;
-
+    place_t place;
     bool complete = recv(fd, shown, TU_KEY, MSG_PEEK | MSG_DONTWAIT) == TU_KEY;
 
     pthread_mutex_lock(&mutex);
     if (complete && (pair = pair_with_key(gate, shown)) != NULL) {
         memcpy(answer, pair->theirs, TU_KEY);
     } else {
-        admitted = ip_of(from, &ip, &port) && is_admitted(gate, &ip);
+        admitted = place_of(from, &place) && is_admitted(gate, &place);
     }
     pthread_mutex_unlock(&mutex);
     return pair == NULL ? admitted
@@ -489,11 +452,10 @@ static int gate_connect(int fd, const struct sockaddr *address, socklen_t length
     tu_gate_t *gate = acting;
     watched_t *new;
     tu_pair_t *pair;
-    unsigned port;
-    ip_t ip;
+    place_t place;
 
     forget(fd);
-    if (gate == NULL || !ip_of(address, &ip, &port)) {
+    if (gate == NULL || !place_of(address, &place)) {
         return connect(fd, address, length);
     }
     new = watch(fd);
@@ -501,8 +463,8 @@ static int gate_connect(int fd, const struct sockaddr *address, socklen_t length
         return -1;
     }
     pthread_mutex_lock(&mutex);
-    pair = pair_for_place(gate, &ip, port);
-    if (pair == NULL && is_admitted(gate, &ip)) {
+    pair = pair_for_place(gate, &place);
+    if (pair == NULL && is_admitted(gate, &place)) {
         pthread_mutex_unlock(&mutex);
         free(new);
         return connect(fd, address, length);
@@ -594,7 +556,6 @@ static void replace_once(void)
 
     for (size_t i = 0; i < BUCKETS; i++) {
         tu_list_init(&keys[i]);
-        tu_list_init(&places[i]);
     }
     for (size_t i = 0; i < sizeof(imports) / sizeof(*imports); i++) {
         if (!tu_replace_import(libucs, imports[i].name, imports[i].function)) {

@@ -66,7 +66,8 @@ def _machine() -> str:
 
 def _own_hosts(worker: Worker) -> list[str]:
     """Where other hosts may reach this one: the addresses of UCX's TCP devices, and its name."""
-    return [host for host in worker.address._tcp_hosts if not is_loopback(host)] + [socket.gethostname()]
+    hosts = worker._engine.identity.address._tcp_hosts
+    return [host for host in hosts if not is_loopback(host)] + [socket.gethostname()]
 
 
 @asynccontextmanager
