@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
 
+import attrs
 import pytest
 import trio
 from attacked_server import AttackedServer, open_attacked_server
@@ -352,19 +353,28 @@ async def test_keys_are_not_shown_to_people() -> None:
 # ---- where UCX connects ----
 
 
-def impostor(said: list[bytes], reply: bytes, address: tuple[str, int], end: bool) -> None:
-    """Accepts connections at the address of a worker that has gone, and answers each with the same."""
-    with socket.create_server(address) as server:
-        server.settimeout(0.5)
-        with contextlib.suppress(TimeoutError), contextlib.ExitStack() as stack:
-            while True:
-                connection = stack.enter_context(server.accept()[0])
-                connection.settimeout(2)
+def impostor(server: socket.socket, said: list[bytes], reply: bytes, end: bool) -> None:
+    """Answers each connection to the address of a worker that has gone with the same, until none comes for a while."""
+    server.settimeout(0.5)
+    with contextlib.suppress(TimeoutError), contextlib.ExitStack() as stack:
+        while True:
+            connection = stack.enter_context(server.accept()[0])
+            connection.settimeout(2)
+            with contextlib.suppress(OSError):  # UCX may have closed it
                 said.append(connection.recv(1000))
-                with contextlib.suppress(ConnectionError):
-                    connection.sendall(reply)
-                    if end:
-                        connection.shutdown(socket.SHUT_WR)
+                connection.sendall(reply)
+                if end:
+                    connection.shutdown(socket.SHUT_WR)
+
+
+async def use(worker: ucp.Worker, address: ucp.WorkerAddress) -> None:
+    """Sends something by a raw endpoint."""
+    endpoint = await worker.open_endpoint(address)
+    try:
+        await endpoint.tag_send(b"x" * 100, tag=1)
+        await endpoint.flush()
+    finally:
+        endpoint.abort()
 
 
 #: An acknowledgement of UCX's connection request.
@@ -381,23 +391,73 @@ async def test_an_impostor_at_a_peers_address(reply: bytes, end: bool) -> None:
     async with ucp.open_worker(config=local) as gone:
         address = gone.address
     said: list[bytes] = []
-    async with ucp.open_worker(config=local) as worker, trio.open_nursery() as nursery:
-        nursery.start_soon(trio.to_thread.run_sync, impostor, said, reply, address.tcp_addresses[0], end)
-        await trio.sleep(0.1)
-        with trio.fail_after(30), pytest.raises((OSError, trio.BrokenResourceError)):
-            endpoint = await worker.open_endpoint(address)
-            try:
-                await endpoint.tag_send(b"x" * 100, tag=1)
-                await endpoint.flush()
-            finally:
-                endpoint.abort()
+    with socket.create_server(address.tcp_addresses[0]) as server:
+        async with ucp.open_worker(config=local) as worker, trio.open_nursery() as nursery:
+            nursery.start_soon(trio.to_thread.run_sync, impostor, server, said, reply, end)
+            with trio.fail_after(30), pytest.raises((OSError, trio.BrokenResourceError)):
+                await use(worker, address)
     assert said and all(data[:KEY_SIZE] == address.keys[:KEY_SIZE] and b"x" * 100 not in data for data in said)
+
+
+async def test_a_key_that_was_refused_is_shown_last() -> None:
+    """Two peers may have stated one place, and the newest keys may have ended there. UCX's next try shows others."""
+    local = {**TCP, "NET_DEVICES": "lo"}
+    async with ucp.open_worker(config=local) as gone:
+        address = gone.address
+    said: list[bytes] = []
+    with socket.create_server(address.tcp_addresses[0]) as server:
+        async with ucp.open_worker(config=local) as worker, trio.open_nursery() as nursery:
+            other = KeyPair(new_key(), new_key())
+            internals(worker).key_gate.let_in(other).direct(address)
+            nursery.start_soon(trio.to_thread.run_sync, impostor, server, said, b"", True)
+            with trio.fail_after(30), pytest.raises((OSError, trio.BrokenResourceError)):
+                await use(worker, address)
+    shown = [data[:KEY_SIZE] for data in said if data]
+    assert shown[:4] == [address.keys[:KEY_SIZE], other.theirs] * 2, "newest first, then in turn"
+
+
+@pytest.mark.parametrize("host", ["this host", "another host"])
+async def test_loopback_addresses_of_other_hosts_are_not_meant(host: str) -> None:
+    """Where a peer of another host says 127.0.0.1, here it is somebody else's port."""
+    local = {**TCP, "NET_DEVICES": "lo"}
+    async with ucp.open_worker(config=local) as worker, ucp.open_worker(config=local) as peer:
+        address = peer.address
+        if host == "another host":
+            process = attrs.evolve(address.host.process, host=bytes(16))
+            address = address._changed(host=attrs.evolve(address.host, process=process))
+        pair = KeyPair(new_key(), new_key())
+        internals(worker).key_gate.let_in(pair).direct(address)
+        internals(peer).key_gate.let_in(KeyPair(pair.theirs, pair.ours))
+        internals(worker).key_gate.let_in_holder = lambda address: None  # type: ignore[method-assign]
+        with trio.fail_after(20), contextlib.ExitStack() as stack:
+            if host == "another host":
+                stack.enter_context(pytest.raises((OSError, trio.BrokenResourceError)))
+            await use(worker, peer.address)
+        assert strangers(peer) == 0
+
+
+async def test_keys_of_endpoints_that_fail_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an endpoint fails while it is made."""
+    ended: list[object] = []
+    end = key_gate.Admission.end
+    monkeypatch.setattr(key_gate.Admission, "end", lambda admission: (ended.append(admission), end(admission)))
+    with recorded_pairs(monkeypatch) as pairs:
+        async with ucp.open_worker(config=TCP) as worker, ucp.open_worker(config=TCP) as other:
+            async with ucp.open_worker(config=TCP) as gone:
+                dead = gone.address
+            refused = other.address._changed(keys=new_key() + new_key())
+            before = len(pairs)
+            for address in (dead, refused) * 3:
+                with contextlib.suppress(OSError, trio.BrokenResourceError):
+                    await use(worker, address)
+            assert len(pairs) - before == 6
+            await until(lambda: len({id(one) for one in ended}) >= 6)
 
 
 async def test_ucx_connects_only_where_it_has_a_key() -> None:
     async with ucp.open_worker(config=TCP) as worker, ucp.open_worker(config=TCP) as other:
         bare = ucp.WorkerAddress.from_ucx(other.address.ucx)
-        with pytest.raises(PermissionError, match=r"admit=\['.*worker.admit\('"):
+        with pytest.raises(PermissionError, match=r"admit=\['.*worker.admit\("):
             await worker.open_endpoint(bare)
         with pytest.raises(PermissionError, match="admit="):
             await worker.open_endpoint(("127.0.0.1", 1))
@@ -645,6 +705,64 @@ async def test_strangers_on_other_hosts_and_of_other_users() -> None:
             await client.tell()
             assert await client.hear(40) == ["still connected"]
             await attack()
+            await server.tell()
+            await server.hear()
+
+
+#: Connects from a port, by raw packets, and sends something.
+FROM_PORT = """
+import socket, struct, sys
+source, target, port, own_port = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+raw = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW)
+heard = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x800))
+heard.settimeout(5)
+ends = socket.inet_aton(source) + socket.inet_aton(target)
+
+def checksum(data):
+    total = sum(struct.unpack(f">{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return ~total & 0xFFFF
+
+def send(flags, number, acknowledged, data=b""):
+    head = struct.pack(">HHIIBBHHH", own_port, port, number, acknowledged, 5 << 4, flags, 65000, 0, 0)
+    tcp = head + data
+    code = checksum(ends + struct.pack(">BBH", 0, 6, len(tcp)) + tcp)
+    tcp = tcp[:16] + struct.pack(">H", code) + tcp[18:]
+    raw.sendto(struct.pack(">BBHHHBBH", 0x45, 0, 20 + len(tcp), 1, 0, 64, 6, 0) + ends + tcp, (target, 0))
+
+def answer():
+    while True:
+        packet = heard.recv(2000)
+        if packet[9] == 6 and packet[12:20] == socket.inet_aton(target) + socket.inet_aton(source):
+            return struct.unpack(">HHIIBB", packet[20:34])
+
+send(2, 1000, 0)
+first = answer()
+send(0x18, 1001, first[2] + 1, b"x" * 40)
+print("reset" if answer()[5] & 4 or answer()[5] & 4 else "open")
+"""
+
+
+async def test_a_stranger_at_port_0() -> None:
+    """The kernel does not tell the address of such a peer: accept() fails if asked for it, and UCX would stop listening."""
+    with open_network() as network:
+        serving, stranger = network.host(), network.host()
+        network.cable((serving, "one", "10.213.1.1/24"), (stranger, "one", "10.213.1.2/24"))
+        await network.ready()
+        spoofed, device = "10.213.1.3", stranger.run("cat", "/sys/class/net/one/address").strip()
+        serving.ip("neigh", "add", spoofed, "lladdr", device, "dev", "one", "nud", "permanent")
+        async with open_peer("host", ["0.0.0.0"], {}, under=serving.under) as server:
+            [control] = await server.hear()
+            ports = {host: (host, port) for host, port in listening(server.process.pid) if port != control[1]}
+            near = ports["10.213.1.1"]
+            for own_port in (5555, 0):
+                arguments = [spoofed, near[0], str(near[1]), str(own_port)]
+                command = [*stranger.under, sys.executable, "-c", FROM_PORT, *arguments]
+                with trio.fail_after(30):
+                    await trio.run_process(command, capture_stdout=True)
+            await trio.sleep(0.2)
+            assert near in listening(server.process.pid), "UCX has stopped listening"
             await server.tell()
             await server.hear()
 

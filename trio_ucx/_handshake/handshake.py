@@ -315,14 +315,14 @@ class Handshake:
             self._end_admission()  # UCX has connected the two ends already
         try:
             if self._admission is not None:
-                self._admission.direct(self.peer.worker.tcp_addresses)
+                self._admission.direct(self.peer.worker)
             core = connect_shared(engine, self._peer_address, None if self._with_itself else generation, self.label)
         except OSError as error:  # its message has only the worker address
             raise self._unreachable(error.errno or errno.EHOSTUNREACH) from error
         if core is None:
             raise NeedsAnotherWorker(self.label)
         if self._admission is not None:
-            core.admissions.append(self._admission)
+            core.keep(self._admission)
             self._admission = None
         self._share = share = Share(core, self.label)
         self._greet = greet

@@ -69,7 +69,7 @@ struct tu_gate {
 
 struct tu_pair {
     tu_gate_t *gate;
-    tu_list_t link;            /* in the gate's pairs, the newest first */
+    tu_list_t link;            /* in the gate's pairs: the newest first, those that were refused last */
     tu_list_t by_key;          /* in `keys` */
     tu_key_t ours;             /* opens our ports */
     tu_key_t theirs;           /* opens the peer's ports */
@@ -178,7 +178,7 @@ static tu_pair_t *pair_with_key(const tu_gate_t *gate, const tu_key_t shown)
     return found;
 }
 
-/* The newest pair for a place, or NULL. */
+/* The first pair for a place, or NULL. */
 static tu_pair_t *pair_for_place(const tu_gate_t *gate, const place_t *place)
 {
     tu_pair_t *pair;
@@ -428,12 +428,16 @@ static int gate_accept(int fd, struct sockaddr *address, socklen_t *length)
     for (int i = 0; i < STRANGERS_AT_ONCE; i++) {
         memset(&from, 0, sizeof(from));
         from_length = sizeof(from);
-        accepted    = accept(fd, (struct sockaddr *)&from, &from_length);
+        accepted    = accept(fd, NULL, NULL); /* asked for the address, the kernel refuses a peer with port 0 */
+        if (accepted < 0 && (errno == ECONNABORTED || errno == EPROTO || errno == EPERM)) {
+            continue; /* this connection has failed; UCX would stop listening */
+        }
         if (accepted < 0) {
             return -1;
         }
         forget(accepted);
-        if (let_in(listening->gate, accepted, (const struct sockaddr *)&from)) {
+        if (getpeername(accepted, (struct sockaddr *)&from, &from_length) == 0 &&
+            let_in(listening->gate, accepted, (const struct sockaddr *)&from)) {
             if (address != NULL) {
                 memcpy(address, &from, *length < from_length ? *length : from_length);
                 *length = from_length;
@@ -512,6 +516,21 @@ static ssize_t gate_send(int fd, const void *data, size_t length, int flags)
     return sent - TU_KEY;
 }
 
+/* The peer has not accepted this key, and UCX tries again: then with another pair for the place, if there is one. */
+static void try_last(const watched_t *socket)
+{
+    tu_pair_t *pair;
+
+    pthread_mutex_lock(&mutex);
+    TU_LIST_FOR_EACH(pair, bucket_of_key(socket->expected), by_key) {
+        if (same_key(pair->ours, socket->expected) && same_key(pair->theirs, socket->key)) {
+            tu_list_remove(&pair->link);
+            tu_list_append(&pair->gate->pairs, &pair->link);
+        }
+    }
+    pthread_mutex_unlock(&mutex);
+}
+
 static ssize_t gate_recv(int fd, void *data, size_t length, int flags)
 {
     watched_t *socket = watched_at(fd);
@@ -522,7 +541,14 @@ static ssize_t gate_recv(int fd, void *data, size_t length, int flags)
     }
     while (socket->received < TU_KEY) {
         received = recv(fd, socket->answer + socket->received, TU_KEY - socket->received, MSG_DONTWAIT);
+        if (received < 0 && (errno == EAGAIN || errno == EINTR)) {
+            return -1;
+        }
         if (received <= 0) {
+            int error = errno;
+
+            try_last(socket);
+            errno = error;
             return received;
         }
         socket->received += (size_t)received;

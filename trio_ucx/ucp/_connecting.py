@@ -66,7 +66,7 @@ def connect_worker(
             admission.end()
         raise
     if admission is not None:
-        core.admissions.append(admission)
+        core.keep(admission)
     try:
         core.watch_process()
     except OSError:

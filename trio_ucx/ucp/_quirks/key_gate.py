@@ -31,7 +31,7 @@ from ..._native import ffi, lib
 from .._address import family_of
 from .._keys import KEY_SIZE, KeyPair, new_key
 from .._worker_address import WorkerAddress
-from .address_layout import parse_worker_address
+from .address_layout import is_loopback, parse_worker_address
 
 logger = logging.getLogger("trio_ucx")
 
@@ -57,14 +57,19 @@ class Admission:
         self._gate = gate
         self._native = native
 
-    def direct(self, addresses: Sequence[tuple[str, int]]) -> None:
+    def direct(self, address: WorkerAddress) -> None:
         """Lets UCX connect to the peer's data ports.
+
+        The loopback addresses of another host or network namespace are left out: here they are somebody else's.
 
         Raises:
             OSError: there is no memory for that (ENOMEM).
         """
-        native = ffi.new("tu_address_t[]", [_native_address(host, port) for host, port in addresses])
-        if not lib.tu_gate_direct(self._native, native, len(addresses)):
+        own, there = self._gate.address.host, address.host
+        is_near = (own.process.host, own.network_namespace) == (there.process.host, there.network_namespace)
+        places = [(host, port) for host, port in address.tcp_addresses if is_near or not is_loopback(host)]
+        native = ffi.new("tu_address_t[]", [_native_address(host, port) for host, port in places])
+        if not lib.tu_gate_direct(self._native, native, len(places)):
             raise OSError(errno.ENOMEM, "no memory for the addresses of a peer")
 
     def end(self) -> None:
@@ -84,6 +89,7 @@ class KeyGate:
 
     Attributes:
         handle: None once UCX's worker is destroyed.
+        address: the worker's, without keys.
         obstacle: why strangers cannot be kept away from the data ports; None if they can.
         networks: the hosts that need no key.
     """
@@ -92,7 +98,7 @@ class KeyGate:
         self.handle: Any = handle
         self.networks: list[Network] = []
         self.obstacle: str | None = None
-        self._address = address
+        self.address = address
         self._ports = self._find_ports()
         missing = lib.tu_gate_missing()
         if missing != ffi.NULL:
@@ -151,11 +157,11 @@ class KeyGate:
         address. A peer has asked it to connect, whose own address we do not know.
         """
         if self.handle is None:
-            return self._address
+            return self.address
         pair = KeyPair(ours=new_key(), theirs=new_key())
         lib.tu_gate_show_by_default(self.let_in(pair)._native)
-        ports = self._address.tcp_addresses or tuple(self._ports)  # the address may have an unknown layout
-        return self._address._changed(keys=pair.ours + pair.theirs, tcp_addresses=ports)
+        ports = self.address.tcp_addresses or tuple(self._ports)  # the address may have an unknown layout
+        return self.address._changed(keys=pair.ours + pair.theirs, tcp_addresses=ports)
 
     def let_in_holder(self, address: WorkerAddress) -> Admission | None:
         """Lets in the worker whose public address we have: UCX there may have to connect to us.
@@ -173,7 +179,7 @@ class KeyGate:
             self.check_admitted(tcp_hosts(address))
             return None
         admission = self.let_in(KeyPair(ours=address.keys[KEY_SIZE:], theirs=address.keys[:KEY_SIZE]))
-        admission.direct(address.tcp_addresses)
+        admission.direct(address)
         return admission
 
     # ---- hosts that need no key ----
@@ -197,19 +203,22 @@ class KeyGate:
         logger.warning("the TCP ports of a worker are open to %s", ", ".join(map(str, new)))
 
     def check_admitted(self, hosts: Sequence[str]) -> None:
-        """Refuses peers that are not trio_ucx's, unless one of their hosts is admitted without a key.
+        """Refuses peers that are not trio_ucx's, unless their hosts are admitted without a key.
+
+        A loopback address counts only where there is no other: each host has one.
 
         Raises:
-            PermissionError: none is, and there are hosts.
+            PermissionError: a host is not admitted.
         """
-        if hosts and not any(self._is_admitted(host) for host in hosts):
-            example = hosts[0] if hosts[0] != "0.0.0.0" else "127.0.0.1"
+        counted = [host for host in hosts if not is_loopback(host)] or hosts
+        others = [host for host in counted if not self._is_admitted(host)]
+        if others:
             raise PermissionError(
                 errno.EPERM,
                 f"a UCP program without trio_ucx cannot show a key, and this worker connects to nobody else at "
-                f"{', '.join(hosts)}. To do without one, open the worker with admit=[{example!r}], or call "
-                f"worker.admit({example!r}): every process on a host that is admitted can take over this program. "
-                "(Workers of trio_ucx need nothing: use bytes(worker.address).)",
+                f"{', '.join(others)}. To do without one, open the worker with admit={others!r}, or call "
+                f"worker.admit(): every process on a host that is admitted can take over this program. (Workers of "
+                "trio_ucx need nothing: use bytes(worker.address).)",
             )
 
     def _is_admitted(self, host: str) -> bool:
