@@ -745,7 +745,7 @@ print("reset" if answer()[5] & 4 or answer()[5] & 4 else "open")
 
 
 async def test_a_stranger_at_port_0() -> None:
-    """The kernel does not tell the address of such a peer: accept() fails if asked for it, and UCX would stop listening."""
+    """The kernel does not tell the address of such a peer: accept() fails if asked, and UCX would stop listening."""
     with open_network() as network:
         serving, stranger = network.host(), network.host()
         network.cable((serving, "one", "10.213.1.1/24"), (stranger, "one", "10.213.1.2/24"))

@@ -48,7 +48,8 @@ class Privileges:
     Attributes:
         capabilities: the effective ones, such as ``net_admin``.
         without_capabilities: those that the kernel knows, and the process does not have.
-        in_user_namespace: whether they are good only for a user namespace, which is not the system's first one.
+        in_user_namespace: True if the process is in a user namespace other than the initial one: its capabilities hold
+            only there.
         ptrace_scope: the value of ``kernel.yama.ptrace_scope``, or that this kernel has no Yama.
         cma: whether other processes of this user may copy from and to this process's memory (``process_vm_readv``), as
             UCX's transport cma does: "usable", or why not.

@@ -105,7 +105,8 @@ def _fifo(path: str, user: int) -> Iterator[int]:
     except FileExistsError:
         owner = os.lstat(path).st_uid
         raise NoReport(
-            f"{path} exists, of user {owner}: another report is being asked for, or was interrupted; then remove it"
+            f"{path} exists, of user {owner}: another request for a report is under way, or was interrupted. If "
+            "none is under way, remove this file"
         ) from None
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -259,7 +259,7 @@ class Acceptor:
         return not self._clients or (len(self._clients) < MAX_EXCHANGES and descriptors.are_left(count))
 
     def _end_idle_exchanges(self) -> bool:
-        """Ends a few exchanges of idle strangers in the first half of the ranking; returns whether any."""
+        """Ends a few exchanges of idle strangers in the first half of the ranking. Returns True if it ended any."""
         strangers = [client for client in self._clients if not client.is_let_in]
         counts = Counter(client.source for client in strangers)
         strangers.sort(key=lambda client: (client.is_answered, -counts[client.source]))  # the oldest are first already

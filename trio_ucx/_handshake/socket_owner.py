@@ -23,6 +23,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterable
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -229,15 +230,17 @@ def read_tables(folder: str, local: End, remote: End) -> SocketRecord | None:
     return None
 
 
+@cache
+def _overflow_uid() -> int:
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except OSError:
+        return _OVERFLOW_UID
+
+
 def _is_known(uid: int) -> bool:
     """True if a uid that the kernel has reported stands for one user."""
     try:
-        if has_all_uids(Path("/proc/self/uid_map").read_text()):
-            return True
+        return uid != _overflow_uid() or has_all_uids(Path("/proc/self/uid_map").read_text())
     except OSError:
-        pass
-    try:
-        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
-    except OSError:
-        overflow = _OVERFLOW_UID
-    return uid != overflow
+        return False

@@ -3,7 +3,8 @@
  * UCX trusts everything that arrives at these ports, and whatever answers where it connects. A worker therefore has
  * pairs of keys, one for each peer that was let in. The connecting process sends the peer's key before UCX's first
  * byte. The listening process reads it before UCX knows of the connection, and answers with the other key of the pair;
- * it closes the connection if it has no such pair. The connecting process reads the answer before UCX reads anything.
+ * it closes the connection if it has no such pair, unless it admits the host without a key (tu_gate_admit). The
+ * connecting process reads the answer before UCX reads anything.
  *
  * UCX has no hooks for this. The entries of the import table (GOT) of libucs for the functions of the C library that
  * TCP needs are replaced with the functions below. They act on a socket only if UCX listens there, or connects it, for
@@ -63,7 +64,7 @@ struct tu_gate {
     network_t *networks;       /* hosts that need no key */
     size_t network_count;
     uint64_t strangers;        /* connections that were closed; UCX's thread writes this */
-    uint64_t logged;           /* of them */
+    uint64_t logged;           /* strangers when the last line was logged */
     uint64_t next_log;
 };
 
@@ -211,8 +212,7 @@ tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs
     return pair;
 }
 
-/* From now on UCX shows `theirs` where it connects to these addresses. Returns false if there is no memory. To be called
- * once. */
+/* From now on UCX shows `theirs` where it connects to these addresses. Called once. False: no memory. */
 bool tu_gate_direct(tu_pair_t *pair, const tu_address_t *addresses, size_t count)
 {
     place_t *places = tu_calloc(count + 1, sizeof(*places));
@@ -606,7 +606,7 @@ tu_gate_t *tu_gate_create(const tu_port_range_t *range)
     return gate;
 }
 
-/* UCX's worker was created: what it listens on is known. Returns whether no port was free. */
+/* UCX's worker was created: what it listens on is known. Returns true if no port was free. */
 bool tu_gate_ready(tu_gate_t *gate)
 {
     gate->ready = true;

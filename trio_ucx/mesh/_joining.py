@@ -70,9 +70,9 @@ async def join(
     Raises:
         MeetingError: the ranks did not find each other in time.
         RankLostError: a rank was lost.
-        NotAdmitted: the authkeys differ, or there is none and rank 0 is another host's or another user's. It is raised
-            after ``timeout``, and the logger ``trio_ucx`` warns at once: what refuses this rank may be an earlier
-            group, or a stranger that has the port for a moment.
+        NotAdmitted: the authkeys differ; or there is none, and rank 0 runs on another host or as another user. The
+            logger ``trio_ucx`` warns at once, but the rank tries again until ``timeout``: an earlier group or a
+            stranger may have the port for a moment.
         RuntimeError: no launcher's environment was found.
         OSError: rank 0 cannot listen at the meeting point, or write its file there; or it does not accept this rank.
         TypeError, ValueError: a wrong argument, or a wrong value in the environment.

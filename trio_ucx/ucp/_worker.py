@@ -163,10 +163,11 @@ class Worker(metaclass=OpenedNotConstructed):
     def admit(self, *networks: str) -> None:
         """Lets the hosts of some networks reach the worker over TCP without a key: for UCP programs without trio_ucx.
 
-        Connections, and raw endpoints between workers of trio_ucx, do not need this. Every process on these hosts,
-        whoever's it is, can take over this one. A network with an address of this machine ("127.0.0.1") means all its
-        addresses. The workers that are opened for this one, such as those of ``isolate=True``, admit the same networks.
-        What is admitted is logged (logger ``trio_ucx``, WARNING), and stays admitted.
+        Connections do not need this, nor do raw endpoints by the address of another worker of trio_ucx. Raw endpoints
+        and listeners by socket address do. Every process on these hosts, of whatever user, can take over this one. A
+        network that contains an address of this machine ("127.0.0.1") admits this machine by all its addresses. The
+        workers that are opened for this one, such as those of ``isolate=True``, admit the same networks. What is
+        admitted is logged (logger ``trio_ucx``, WARNING), and stays admitted.
 
         Args:
             networks: IP addresses ("10.0.0.7") and networks ("10.0.0.0/8").
@@ -225,7 +226,8 @@ class Worker(metaclass=OpenedNotConstructed):
         Cancellation: no endpoint is opened.
 
         Raises:
-            PermissionError: the peer has no key, and its hosts are not admitted without: see :meth:`admit`.
+            PermissionError: the peer can show no key (it has no trio_ucx, or ``address`` is a socket address), and its
+                hosts are not admitted without one: see :meth:`admit`.
             OSError: unknown host; not of the worker's address family; no transport reaches the peer, or only shared
                 memory would, and the two sides cannot use that (EHOSTUNREACH); the peer has another TCP_RX_SEG_SIZE;
                 its process has ended (noticed at once over shared memory only); ``local_address`` is not ours, or of
@@ -273,7 +275,8 @@ class Worker(metaclass=OpenedNotConstructed):
         Cancellation: no listener is opened.
 
         Raises:
-            PermissionError: no host is admitted without a key, as the clients are: see :meth:`admit`.
+            PermissionError: clients of a raw listener show no key, and no host is admitted without one: see
+                :meth:`admit`.
             OSError: the address is in use, or not ours; unknown host; too few file descriptors are left (EMFILE).
             TypeError, ValueError: a wrong argument.
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.

@@ -10,7 +10,8 @@ in return; ``_native/key_gate.c`` says how. This module decides on the keys:
   which the program asks for it.
 * UCP programs without trio_ucx have no keys. Hosts that the user names (``Worker.admit``) need none.
 
-Nobody else reaches UCX, and UCX connects to nobody else. None of this needs a privilege.
+Nobody else reaches the data ports, and UCX connects to nobody else over TCP. Raw listeners have ports of their own,
+which the gate does not guard. None of this needs a privilege.
 
 Report: "A stranger at TCP's data port", in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not needed any more when
 UCX authenticates its TCP connections (``data_port.c`` there has no effect). A worker gets no Connections if UCX listens
@@ -101,7 +102,7 @@ class KeyGate:
         self.address = address
         self._ports = self._find_ports()
         missing = lib.tu_gate_missing()
-        if missing != ffi.NULL:
+        if missing != ffi.NULL and (address.tcp_addresses or unknown_layout is not None):
             self.obstacle = f"its libucs does not import {ffi.string(missing).decode()}() from the C library"
         elif unknown_layout is not None:
             self.obstacle = f"trio_ucx cannot read this UCX's worker address ({unknown_layout})"
@@ -126,7 +127,7 @@ class KeyGate:
         return lib.tu_gate_lost(self.handle)
 
     def check_shut(self) -> None:
-        """Called before the worker gets its first Connection.
+        """Refuses a worker whose data ports strangers could reach, before it gets its first Connection.
 
         Raises:
             PermissionError: strangers cannot be kept away from its data ports.
@@ -153,8 +154,8 @@ class KeyGate:
     def public_address(self) -> WorkerAddress:
         """The worker's address with keys: from now on, whoever has it can connect.
 
-        Where UCX itself connects to a host for which it has no other key, it shows that the worker is the one with this
-        address. A peer has asked it to connect, whose own address we do not know.
+        Where UCX connects to a host for which the gate has no other pair, it shows the second key of this address. That
+        happens when a peer that holds the address asks UCX to connect back: we do not know that peer's own address.
         """
         if self.handle is None:
             return self.address
@@ -164,13 +165,13 @@ class KeyGate:
         return self.address._changed(keys=pair.ours + pair.theirs, tcp_addresses=ports)
 
     def let_in_holder(self, address: WorkerAddress) -> Admission | None:
-        """Lets in the worker whose public address we have: UCX there may have to connect to us.
+        """Lets in the worker with this public address: its UCX may have to connect to our data ports.
 
         Returns:
-            None if the address has no keys, or TCP is not used.
+            None if the address has no keys, or if our worker has no data ports.
 
         Raises:
-            PermissionError: it has none, and its hosts are not admitted without.
+            PermissionError: the address has no keys, and its hosts are not admitted without a key.
             OSError: there is no memory for that (ENOMEM).
         """
         if not self._ports:
@@ -215,10 +216,10 @@ class KeyGate:
         if others:
             raise PermissionError(
                 errno.EPERM,
-                f"a UCP program without trio_ucx cannot show a key, and this worker connects to nobody else at "
-                f"{', '.join(others)}. To do without one, open the worker with admit={others!r}, or call "
-                f"worker.admit(): every process on a host that is admitted can take over this program. (Workers of "
-                "trio_ucx need nothing: use bytes(worker.address).)",
+                f"the peer at {', '.join(others)} cannot show a key: it has no trio_ucx, or was reached by its socket "
+                f"address. To do without a key, open the worker with admit={others!r}, or call worker.admit(...): "
+                "every process on an admitted host can take over this program. (Workers of trio_ucx need no "
+                "admission if they exchange bytes(worker.address).)",
             )
 
     def _is_admitted(self, host: str) -> bool:
