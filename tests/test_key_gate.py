@@ -173,9 +173,9 @@ def recorded_pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[KeyGa
     pairs: list[tuple[KeyGate, KeyPair]] = []
     real = KeyGate.let_in
 
-    def let_in(gate: KeyGate, pair: KeyPair) -> object:
+    def let_in(gate: KeyGate, pair: KeyPair, address: ucp.WorkerAddress | None) -> object:
         pairs.append((gate, pair))
-        return real(gate, pair)
+        return real(gate, pair, address)
 
     with monkeypatch.context() as patch:
         patch.setattr(KeyGate, "let_in", let_in)
@@ -198,8 +198,8 @@ async def test_who_shows_a_key(caplog: pytest.LogCaptureFixture) -> None:
     async with ucp.open_worker(config=TCP) as worker, ucp.open_worker(config=TCP) as other:
         gate = internals(worker).key_gate
         pair = KeyPair(new_key(), new_key())
-        admission = gate.let_in(pair)
-        internals(other).key_gate.let_in(KeyPair(new_key(), new_key()))
+        admission = gate.let_in(pair, None)
+        internals(other).key_gate.let_in(KeyPair(new_key(), new_key()), None)
 
         async def show(data: bytes, address: tuple[str, int]) -> bytes:
             with begin(address, data) as connection:
@@ -408,7 +408,7 @@ async def test_a_key_that_was_refused_is_shown_last() -> None:
     with socket.create_server(address.tcp_addresses[0]) as server:
         async with ucp.open_worker(config=local) as worker, trio.open_nursery() as nursery:
             other = KeyPair(new_key(), new_key())
-            internals(worker).key_gate.let_in(other).direct(address)
+            internals(worker).key_gate.let_in(other, address)
             nursery.start_soon(trio.to_thread.run_sync, impostor, server, said, b"", True)
             with trio.fail_after(30), pytest.raises((OSError, trio.BrokenResourceError)):
                 await use(worker, address)
@@ -426,8 +426,8 @@ async def test_loopback_addresses_of_other_hosts_are_not_meant(host: str) -> Non
             process = attrs.evolve(address.host.process, host=bytes(16))
             address = address._changed(host=attrs.evolve(address.host, process=process))
         pair = KeyPair(new_key(), new_key())
-        internals(worker).key_gate.let_in(pair).direct(address)
-        internals(peer).key_gate.let_in(KeyPair(pair.theirs, pair.ours))
+        internals(worker).key_gate.let_in(pair, address)
+        internals(peer).key_gate.let_in(KeyPair(pair.theirs, pair.ours), None)
         internals(worker).key_gate.let_in_holder = lambda address: None  # type: ignore[method-assign]
         with trio.fail_after(20), contextlib.ExitStack() as stack:
             if host == "another host":

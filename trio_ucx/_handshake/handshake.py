@@ -247,12 +247,14 @@ class Handshake:
         self._with_itself = peer.worker.uid == engine.identity.address.uid
 
     def let_in(self, keys: KeyPair) -> None:
-        """Lets the peer connect to our data ports.
+        """Lets the peer connect to our data ports, and our UCX to the peer's.
+
+        UCX may connect as soon as the peer has its endpoint, which can be before its TAKE has been read here.
 
         Raises:
             OSError: there is no memory for that (ENOMEM).
         """
-        self._admission = self.registry.engine.key_gate.let_in(keys)
+        self._admission = self.registry.engine.key_gate.let_in(keys, self.peer.worker)
 
     def _end_admission(self) -> None:
         admission, self._admission = self._admission, None
@@ -314,8 +316,6 @@ class Handshake:
         if not greet:
             self._end_admission()  # UCX has connected the two ends already
         try:
-            if self._admission is not None:
-                self._admission.direct(self.peer.worker)
             core = connect_shared(engine, self._peer_address, None if self._with_itself else generation, self.label)
         except OSError as error:  # its message has only the worker address
             raise self._unreachable(error.errno or errno.EHOSTUNREACH) from error

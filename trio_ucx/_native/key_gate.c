@@ -194,15 +194,24 @@ static tu_pair_t *pair_for_place(const tu_gate_t *gate, const place_t *place)
     return NULL;
 }
 
-/* Lets in whoever shows `ours`, and answers with `theirs`. Returns NULL if there is no memory. */
-tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs)
+/* Lets in whoever shows `ours`, and answers with `theirs`, which UCX shows where it connects to these addresses. Returns
+ * NULL if there is no memory. */
+tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs, const tu_address_t *addresses,
+                       size_t count)
 {
     tu_pair_t *pair = tu_calloc(1, sizeof(*pair));
+    place_t *places = tu_calloc(count + 1, sizeof(*places));
 
-    if (pair == NULL) {
+    if (pair == NULL || places == NULL) {
+        free(pair);
+        free(places);
         return NULL;
     }
-    pair->gate = worker->gate;
+    for (size_t i = 0; i < count; i++) {
+        pair->count += place_parse(&addresses[i], &places[pair->count]);
+    }
+    pair->places = places;
+    pair->gate   = worker->gate;
     memcpy(pair->ours, ours, TU_KEY);
     memcpy(pair->theirs, theirs, TU_KEY);
     pthread_mutex_lock(&mutex);
@@ -210,25 +219,6 @@ tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs
     tu_list_append(bucket_of_key(pair->ours), &pair->by_key);
     pthread_mutex_unlock(&mutex);
     return pair;
-}
-
-/* From now on UCX shows `theirs` where it connects to these addresses. Called once. False: no memory. */
-bool tu_gate_direct(tu_pair_t *pair, const tu_address_t *addresses, size_t count)
-{
-    place_t *places = tu_calloc(count + 1, sizeof(*places));
-    size_t used     = 0;
-
-    if (places == NULL) {
-        return false;
-    }
-    for (size_t i = 0; i < count; i++) {
-        used += place_parse(&addresses[i], &places[used]);
-    }
-    pthread_mutex_lock(&mutex);
-    pair->places = places;
-    pair->count  = used;
-    pthread_mutex_unlock(&mutex);
-    return true;
 }
 
 /* From now on UCX shows `theirs` to hosts that no other pair is for: they have the worker's address. */

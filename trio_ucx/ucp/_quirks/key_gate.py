@@ -58,21 +58,6 @@ class Admission:
         self._gate = gate
         self._native = native
 
-    def direct(self, address: WorkerAddress) -> None:
-        """Lets UCX connect to the peer's data ports.
-
-        The loopback addresses of another host or network namespace are left out: here they are somebody else's.
-
-        Raises:
-            OSError: there is no memory for that (ENOMEM).
-        """
-        own, there = self._gate.address.host, address.host
-        is_near = (own.process.host, own.network_namespace) == (there.process.host, there.network_namespace)
-        places = [(host, port) for host, port in address.tcp_addresses if is_near or not is_loopback(host)]
-        native = ffi.new("tu_address_t[]", [_native_address(host, port) for host, port in places])
-        if not lib.tu_gate_direct(self._native, native, len(places)):
-            raise OSError(errno.ENOMEM, "no memory for the addresses of a peer")
-
     def end(self) -> None:
         """Takes the keys away. Connections that UCX has made stay. Ended already: no effect."""
         native, self._native = self._native, None
@@ -139,13 +124,25 @@ class KeyGate:
                 'a shared library, without UCX_UNIFIED_MODE, or a worker without TCP (config={"TLS": "sm,self"})',
             )
 
-    def let_in(self, pair: KeyPair) -> Admission:
-        """Lets a peer in: it can connect to the data ports.
+    def let_in(self, pair: KeyPair, address: WorkerAddress | None) -> Admission:
+        """Lets a peer in: it can connect to the data ports, and UCX can connect to its data ports.
+
+        The peer's loopback addresses are left out if it is on another host or in another network namespace: here they
+        are somebody else's.
+
+        Args:
+            address: the peer's; None if it is not known.
 
         Raises:
             OSError: there is no memory for that (ENOMEM).
         """
-        native = lib.tu_gate_add(self.handle, pair.ours, pair.theirs)
+        places: list[tuple[str, int]] = []
+        if address is not None:
+            own, there = self.address.host, address.host
+            is_near = (own.process.host, own.network_namespace) == (there.process.host, there.network_namespace)
+            places = [(host, port) for host, port in address.tcp_addresses if is_near or not is_loopback(host)]
+        native_places = ffi.new("tu_address_t[]", [_native_address(host, port) for host, port in places])
+        native = lib.tu_gate_add(self.handle, pair.ours, pair.theirs, native_places, len(places))
         if native == ffi.NULL:
             raise OSError(errno.ENOMEM, "no memory for the keys of a peer")
         return Admission(self, native)
@@ -160,7 +157,7 @@ class KeyGate:
         if self.handle is None:
             return self.address
         pair = KeyPair(ours=new_key(), theirs=new_key())
-        lib.tu_gate_show_by_default(self.let_in(pair)._native)
+        lib.tu_gate_show_by_default(self.let_in(pair, None)._native)
         ports = self.address.tcp_addresses or tuple(self._ports)  # the address may have an unknown layout
         return self.address._changed(keys=pair.ours + pair.theirs, tcp_addresses=ports)
 
@@ -179,9 +176,7 @@ class KeyGate:
         if not address.keys or not address.tcp_addresses:
             self.check_admitted(tcp_hosts(address))
             return None
-        admission = self.let_in(KeyPair(ours=address.keys[KEY_SIZE:], theirs=address.keys[:KEY_SIZE]))
-        admission.direct(address)
-        return admission
+        return self.let_in(KeyPair(ours=address.keys[KEY_SIZE:], theirs=address.keys[:KEY_SIZE]), address)
 
     # ---- hosts that need no key ----
 
