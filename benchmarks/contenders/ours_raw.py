@@ -35,7 +35,7 @@ CONTENDERS = [
 
 @asynccontextmanager
 async def open_end(control: Control, setup: dict[str, Any]) -> AsyncIterator[End]:
-    async with ucp.open_worker(**worker_options(setup)) as worker:
+    async with ucp.open_worker(**worker_options(setup), admit=["127.0.0.1"]) as worker:
         role = setup["role"]
         if role == "client":
             endpoint = await worker.open_endpoint(tuple(setup["address"]))
