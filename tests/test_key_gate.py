@@ -381,12 +381,15 @@ async def use(worker: ucp.Worker, address: ucp.WorkerAddress) -> None:
 ACKNOWLEDGED = struct.pack("<BII", 32, 4, 2)
 
 
-@pytest.mark.parametrize("reply", [b"", b"x", bytes(KEY_SIZE) + ACKNOWLEDGED, ACKNOWLEDGED + bytes(100), FATAL])
-@pytest.mark.parametrize("end", [True, False])
+#: What an impostor answers. (One that stays silent, or stops before a whole key, is noticed by keepalive.)
+WHOLE = [bytes(KEY_SIZE) + ACKNOWLEDGED, ACKNOWLEDGED + bytes(100), FATAL]
+
+
+@pytest.mark.parametrize(
+    ("reply", "end"), [*((reply, True) for reply in (b"", b"x", *WHOLE)), *((reply, False) for reply in WHOLE)]
+)
 async def test_an_impostor_at_a_peers_address(reply: bytes, end: bool) -> None:
     """A host that has only a peer's address is shown the key, and nothing of what it says reaches UCX."""
-    if not end and len(reply) < KEY_SIZE:
-        return  # a peer that is silent is noticed by keepalive, as any that vanishes
     local = {**TCP, "NET_DEVICES": "lo"}
     async with ucp.open_worker(config=local) as gone:
         address = gone.address
