@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -96,12 +97,16 @@ def test_peer_info() -> None:
     assert repr(info).isprintable()
 
 
-def test_path_of_a_unix_socket(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
-        listener.bind(str(tmp_path / "listener"))
+def test_path_of_a_unix_socket() -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,  # the path of a socket is short
+        socket.socket(socket.AF_UNIX) as listener,
+        socket.socket(socket.AF_UNIX) as client,
+    ):
+        listener.bind(f"{folder}/listener")
         listener.listen()
-        client.bind(str(tmp_path / EVIL))
-        client.connect(str(tmp_path / "listener"))
+        client.bind(f"{folder}/{EVIL}")
+        client.connect(f"{folder}/listener")
         server, _ = listener.accept()
         with trio.socket.from_stdlib_socket(server) as control:
             address = remote_address(control)

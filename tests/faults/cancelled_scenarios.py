@@ -265,7 +265,7 @@ async def raw_listener(transports: str, spin: float | None) -> AsyncIterator[Beg
 
             async def operation() -> None:
                 with trio.CancelScope(shield=True):
-                    found.append(await open_raw_listener(other))
+                    found.append(await open_raw_listener(other, one))
                     opened.set()
                 found.append(await found[0].accept_request())
                 found.append(await found[1].accept())
