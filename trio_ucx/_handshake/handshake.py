@@ -83,17 +83,19 @@ class ExchangeOptions:
         context = self.ssl_context
         return self.authkey is not None or (context is not None and context.verify_mode == ssl.CERT_REQUIRED)
 
-    async def refusal_of(self, client: ControlStream) -> ProtectedMode | None:
+    async def refusal_of(self, client: ControlStream, *, is_local: bool) -> ProtectedMode | None:
         """Returns the error by which a listener in protected mode refuses this client; None if it may go on.
 
         Clients of this user and of root may go on: root can do everything that a client can do.
+
+        Args:
+            is_local: whether the client is on this machine.
         """
-        control = client.socket
-        if self.allow_anyone or self.keeps_strangers_out or control.family == socket.AF_UNIX:
+        if self.allow_anyone or self.keeps_strangers_out or client.socket.family == socket.AF_UNIX:
             return None
-        if not leads_to_this_machine(control):
+        if not is_local:
             return ProtectedMode(ANOTHER_MACHINE)
-        uid = await owner_of_peer(control)
+        uid = await owner_of_peer(client.socket)
         if uid is None:
             return ProtectedMode(UNKNOWN_USER)
         return None if uid in (0, os.geteuid()) else ProtectedMode(ANOTHER_USER, f" (uid {uid})")
@@ -157,7 +159,7 @@ class Handshake:
         self.local: Address = None
         self.remote: Address = None
         #: Whether the peer's control socket is on this machine.
-        self._is_local = True
+        self.is_local = True
         #: The peer's keys in our key gate, until our endpoint gets them.
         self._admission: Admission | None = None
 
@@ -202,7 +204,7 @@ class Handshake:
     def set_addresses(self, stream: ControlStream) -> None:
         """Records the addresses of the control socket."""
         self.local, self.remote = local_address(stream.socket), remote_address(stream.socket)
-        self._is_local = leads_to_this_machine(stream.socket)
+        self.is_local = leads_to_this_machine(stream.socket)
 
     def isolate(self) -> None:
         """Moves to a worker of its own, before this side sends its peer description."""
@@ -220,7 +222,7 @@ class Handshake:
             self.id = wire.new_connection_id()
         sinks[self.id] = self
         self.registry.engine.teardown.children[self.id] = self.close
-        self._own = self.registry.description(self.id, self.options, shared_memory, self._is_local)
+        self._own = self.registry.description(self.id, self.options, shared_memory, self.is_local)
         return self._own
 
     def description_arrived(self, peer: PeerDescription) -> None:
@@ -347,7 +349,7 @@ class Handshake:
         Raises:
             OSError: with the addresses.
         """
-        if self._shared_memory or self._is_local or not self.registry.engine.identity.has_only_tcp:
+        if self._shared_memory or self.is_local or not self.registry.engine.identity.has_only_tcp:
             return
         hosts = [host for host in self.peer.worker._tcp_hosts if not is_loopback(host)]
         if hosts and not any(map(has_route, hosts)):

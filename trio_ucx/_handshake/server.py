@@ -369,7 +369,7 @@ class Acceptor:
         handshake.set_addresses(stream)
         if options.ssl_context is not None:
             await stream.start_tls(options.ssl_context, is_client=False, server_hostname=None)
-        exchange.protected = await options.refusal_of(stream)
+        exchange.protected = await options.refusal_of(stream, is_local=handshake.is_local)
         opened = await handshake.next_event(stream, exchange)
         if not isinstance(opened, Opened):
             raise _gave_up(opened)

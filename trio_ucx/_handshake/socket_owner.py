@@ -17,7 +17,6 @@ The answer is used only under three conditions:
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import socket
 import struct
@@ -30,6 +29,8 @@ from pathlib import Path
 import attrs
 import trio
 
+from ..ucp._address import family_of
+
 #: Sockets that are read of each table.
 MAX_SOCKETS = 50_000
 #: What Linux uses unless an administrator has changed it.
@@ -38,6 +39,9 @@ _OVERFLOW_UID = 65534
 _ALL_UIDS = 2**32 - 1
 #: The state of a connected socket (TCP_ESTABLISHED).
 _ESTABLISHED = 1
+
+#: Begins an IPv4-mapped IPv6 address.
+_MAPPED = bytes(10) + b"\xff\xff"
 
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
@@ -71,10 +75,9 @@ class End:
     @classmethod
     def of(cls, name: tuple[str, int] | tuple[str, int, int, int]) -> End:
         """Returns the end with this address, as sockets give it."""
-        ip = ipaddress.ip_address(name[0].partition("%")[0])
-        if isinstance(ip, ipaddress.IPv6Address):
-            ip = ip.ipv4_mapped or ip
-        return cls(ip.packed, name[1], name[3] if len(name) == 4 else 0)
+        host = name[0].partition("%")[0]
+        ip = socket.inet_pton(family_of(host), host)
+        return cls(ip.removeprefix(_MAPPED), name[1], name[3] if len(name) == 4 else 0)
 
 
 @attrs.frozen
@@ -141,7 +144,7 @@ def find_in_table(table: Iterable[bytes], local: End, remote: End, *, mapped: bo
 
 def _in_table(end: End, mapped: bool) -> str:
     """Returns an end as it stands in a table: each 32 bits of the address as a number of this machine."""
-    ip = bytes(10) + b"\xff\xff" + end.ip if mapped else end.ip
+    ip = _MAPPED + end.ip if mapped else end.ip
     words = struct.unpack(f"={len(ip) // 4}I", ip)
     return f"{''.join(f'{word:08X}' for word in words)}:{end.port:04X}"
 
