@@ -16,9 +16,10 @@ import select
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -31,7 +32,8 @@ from samples import some_description
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._handshake.exchange import Exchange
+from trio_ucx._handshake.exchange import Exchange, Taken
+from trio_ucx._handshake.handshake import Handshake
 from trio_ucx._native import ffi, lib
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.peer_workers import Standing
@@ -297,6 +299,26 @@ async def test_keys_end_with_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> No
                         await trio.sleep(0.1)
 
 
+async def test_ucx_connects_before_take_is_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client's UCX connects when TAKE is sent, and the server's UCX may connect back: the server has let it in."""
+    next_event = Handshake.next_event
+
+    async def late(self: Handshake, *args: Any) -> Any:
+        event = await next_event(self, *args)
+        if isinstance(event, Taken):
+            await trio.sleep(0.3)
+        return event
+
+    monkeypatch.setattr(Handshake, "next_event", late)
+    async with ucp.open_worker(config=TCP) as one, ucp.open_worker(config=TCP) as two:
+        async with open_pair(one, two) as (client, server):
+            await client.send(b"x")
+            assert await server.receive() == b"x"
+        assert strangers(one) == strangers(two) == 0 and not caplog.records
+
+
 async def test_a_refused_client_leaves_no_keys(monkeypatch: pytest.MonkeyPatch, worker: ucp.Worker) -> None:
     with recorded_pairs(monkeypatch) as pairs:
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, authkey=b"a key of 16 bytes")
@@ -367,6 +389,29 @@ def impostor(server: socket.socket, said: list[bytes], reply: bytes, end: bool) 
                     connection.shutdown(socket.SHUT_WR)
 
 
+@contextlib.asynccontextmanager
+async def peer_that_has_gone() -> AsyncIterator[tuple[ucp.WorkerAddress, ucp.Worker]]:
+    """The address of a worker that has gone, and a worker that does not know it yet."""
+    local = {**TCP, "NET_DEVICES": "lo"}
+    async with ucp.open_worker(config=local) as gone:
+        address = gone.address
+    async with ucp.open_worker(config=local) as worker:
+        yield address, worker
+
+
+async def what_an_impostor_hears(
+    address: ucp.WorkerAddress, worker: ucp.Worker, reply: bytes, end: bool
+) -> list[bytes]:
+    """Returns what each connection said to an impostor at an address when a worker sent something there."""
+    said: list[bytes] = []
+    with socket.create_server(address.tcp_addresses[0]) as server:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.to_thread.run_sync, impostor, server, said, reply, end)
+            with trio.fail_after(30), pytest.raises((OSError, trio.BrokenResourceError)):
+                await use(worker, address)
+    return said
+
+
 async def use(worker: ucp.Worker, address: ucp.WorkerAddress) -> None:
     """Sends something by a raw endpoint."""
     endpoint = await worker.open_endpoint(address)
@@ -390,31 +435,17 @@ WHOLE = [bytes(KEY_SIZE) + ACKNOWLEDGED, ACKNOWLEDGED + bytes(100), FATAL]
 )
 async def test_an_impostor_at_a_peers_address(reply: bytes, end: bool) -> None:
     """A host that has only a peer's address is shown the key, and nothing of what it says reaches UCX."""
-    local = {**TCP, "NET_DEVICES": "lo"}
-    async with ucp.open_worker(config=local) as gone:
-        address = gone.address
-    said: list[bytes] = []
-    with socket.create_server(address.tcp_addresses[0]) as server:
-        async with ucp.open_worker(config=local) as worker, trio.open_nursery() as nursery:
-            nursery.start_soon(trio.to_thread.run_sync, impostor, server, said, reply, end)
-            with trio.fail_after(30), pytest.raises((OSError, trio.BrokenResourceError)):
-                await use(worker, address)
+    async with peer_that_has_gone() as (address, worker):
+        said = await what_an_impostor_hears(address, worker, reply, end)
     assert said and all(data[:KEY_SIZE] == address.keys[:KEY_SIZE] and b"x" * 100 not in data for data in said)
 
 
 async def test_a_key_that_was_refused_is_shown_last() -> None:
     """Two peers may have stated one place, and the newest keys may have ended there. UCX's next try shows others."""
-    local = {**TCP, "NET_DEVICES": "lo"}
-    async with ucp.open_worker(config=local) as gone:
-        address = gone.address
-    said: list[bytes] = []
-    with socket.create_server(address.tcp_addresses[0]) as server:
-        async with ucp.open_worker(config=local) as worker, trio.open_nursery() as nursery:
-            other = KeyPair(new_key(), new_key())
-            internals(worker).key_gate.let_in(other, address)
-            nursery.start_soon(trio.to_thread.run_sync, impostor, server, said, b"", True)
-            with trio.fail_after(30), pytest.raises((OSError, trio.BrokenResourceError)):
-                await use(worker, address)
+    async with peer_that_has_gone() as (address, worker):
+        other = KeyPair(new_key(), new_key())
+        internals(worker).key_gate.let_in(other, address)
+        said = await what_an_impostor_hears(address, worker, b"", True)
     shown = [data[:KEY_SIZE] for data in said if data]
     assert shown[:4] == [address.keys[:KEY_SIZE], other.theirs] * 2, "newest first, then in turn"
 
