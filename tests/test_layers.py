@@ -67,7 +67,7 @@ UCP = [
         *("_quirks.shared_memory", "_quirks.descriptors", "_quirks.forks", "_quirks.log"),
     ],
     ["_address", "_worker_address", "_transports"],
-    ["_quirks.key_gate"],
+    ["_quirks.key_gate", "_quirks.network_devices"],
     ["_memory"],
     ["_attributes", "_endpoint_options", "_hints", "_context"],
     ["_engine"],

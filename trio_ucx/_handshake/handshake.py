@@ -222,7 +222,7 @@ class Handshake:
             self.id = wire.new_connection_id()
         sinks[self.id] = self
         self.registry.engine.teardown.children[self.id] = self.close
-        self._own = self.registry.description(self.id, self.options, shared_memory, self.is_local)
+        self._own = self.registry.description(self.id, self.options, shared_memory, self.is_local, self.local)
         return self._own
 
     def description_arrived(self, peer: PeerDescription) -> None:

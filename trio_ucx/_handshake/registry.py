@@ -15,8 +15,10 @@ from .._native import ucx
 from .._version import __version__
 from ..ucp import Feature, Worker
 from ..ucp._engine.engine import Engine
+from ..ucp._quirks.network_devices import at_control_socket, names_devices
 from ..ucp._tag import check_claim
 from .control_sockets import ControlSockets
+from .control_stream import Address
 from .peer_description import PeerDescription, SharedMemory
 
 SOFTWARE = f"trio_ucx {__version__}, UCX {ucx.release}"
@@ -78,16 +80,24 @@ class Registry:
         return registry
 
     def description(
-        self, connection_id: int, options: Options, wish: SharedMemory, sees_local: bool
+        self, connection_id: int, options: Options, wish: SharedMemory, sees_local: bool, local: Address
     ) -> PeerDescription:
-        """The peer description that this side sends."""
+        """The peer description that this side sends.
+
+        Args:
+            local: our end of the control socket.
+        """
+        engine = self.engine
+        worker = engine.identity.address
+        if local is not None and not sees_local and not names_devices(engine.context.config):
+            worker = at_control_socket(worker, local[0])
         return PeerDescription(
             connection_id=connection_id,
             window=options.window,
-            threshold=self.engine.context.rendezvous_threshold or 0,
+            threshold=engine.context.rendezvous_threshold or 0,
             wish=wish,
             sees_local=sees_local,
             software=SOFTWARE,
             host_name=socket.gethostname(),
-            worker=self.engine.identity.address,
+            worker=worker,
         )

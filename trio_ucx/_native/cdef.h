@@ -245,7 +245,7 @@ int tu_poll_at_once(tu_worker_t *worker, tu_record_t *out, size_t max);
 bool tu_operation_cancel(tu_worker_t *worker, uint64_t id);
 
 /* sockaddr.c */
-int tu_is_interface_address(const tu_address_t *address);
+int tu_interface_addresses(const tu_address_t *address, tu_address_t *out, int size);
 
 /* endpoint.c */
 int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *remote, const tu_address_t *local,

@@ -48,29 +48,57 @@ ucs_status_t tu_sockaddr_text(const struct sockaddr_storage *address, char *host
     return inet_ntop(address->ss_family, ip, host, (socklen_t)size) != NULL ? UCS_OK : UCS_ERR_INVALID_ADDR;
 }
 
-/* Whether a network interface has exactly this address: 1, 0, or -1 if the system does not say. The kernel also binds
- * to other addresses, such as 127.0.0.2, for which UCX finds no interface, and then neither connects nor fails. */
-int tu_is_interface_address(const tu_address_t *address)
+/* Reads an address of an interface. Returns false if it is none of IP's. */
+static bool address_of(const struct ifaddrs *each, tu_address_t *out)
 {
-    struct ifaddrs *all, *each;
-    char host[64];
-    unsigned port;
-    int found = 0;
+    struct sockaddr_storage storage = {0};
+
+    if (each->ifa_addr == NULL ||
+        (each->ifa_addr->sa_family != AF_INET && each->ifa_addr->sa_family != AF_INET6)) {
+        return false;
+    }
+    out->family = each->ifa_addr->sa_family;
+    if (out->family == AF_INET6) {
+        memcpy(&storage, each->ifa_addr, sizeof(struct sockaddr_in6));
+        out->scope = ((const struct sockaddr_in6 *)&storage)->sin6_scope_id;
+    } else {
+        memcpy(&storage, each->ifa_addr, sizeof(struct sockaddr_in));
+    }
+    return tu_sockaddr_text(&storage, out->ip, sizeof(out->ip), &out->port) == UCS_OK;
+}
+
+/* Whether an interface's address is this one. The scope counts where both have one. */
+static bool is_same_address(const struct ifaddrs *each, const tu_address_t *address)
+{
+    tu_address_t found = {0};
+
+    return address_of(each, &found) && found.family == address->family && strcmp(found.ip, address->ip) == 0 &&
+           (address->scope == 0 || found.scope == 0 || found.scope == address->scope);
+}
+
+/* Finds the addresses of the network interface that has exactly this address. Returns how many it has, of which `out`
+ * gets the first; 0 if no interface has the address, -1 if the system does not say. (The kernel also binds to other
+ * addresses, such as 127.0.0.2.) */
+int tu_interface_addresses(const tu_address_t *address, tu_address_t *out, int size)
+{
+    struct ifaddrs *all, *each, *interface;
+    int count = 0;
 
     if (getifaddrs(&all) < 0) {
         return -1;
     }
-    for (each = all; each != NULL && !found; each = each->ifa_next) {
-        struct sockaddr_storage storage;
+    for (interface = all; interface != NULL && !is_same_address(interface, address); interface = interface->ifa_next) {
+    }
+    for (each = all; each != NULL && interface != NULL; each = each->ifa_next) {
+        tu_address_t found = {0};
 
-        if (each->ifa_addr == NULL || each->ifa_addr->sa_family != address->family) {
-            continue;
+        if (strcmp(each->ifa_name, interface->ifa_name) == 0 && address_of(each, &found)) {
+            if (count < size) {
+                out[count] = found;
+            }
+            count++;
         }
-        memset(&storage, 0, sizeof(storage));
-        memcpy(&storage, each->ifa_addr,
-               address->family == AF_INET ? sizeof(struct sockaddr_in) : sizeof(struct sockaddr_in6));
-        found = tu_sockaddr_text(&storage, host, sizeof(host), &port) == UCS_OK && strcmp(host, address->ip) == 0;
     }
     freeifaddrs(all);
-    return found;
+    return count;
 }

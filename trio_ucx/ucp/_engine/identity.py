@@ -44,7 +44,7 @@ class Identity:
         found = query_worker(handle, client_id)
         blob, network = (_ask(handle, network_only) for network_only in (False, True))
         unknown_layout = None
-        parsed = parsed_network = ParsedAddress((), ())
+        parsed = parsed_network = ParsedAddress(())
         try:
             parsed, parsed_network = parse_worker_address(blob), parse_worker_address(network)
         except ValueError as error:

@@ -12,6 +12,7 @@ here.
     descriptors       few file descriptors left end the process
     forks             a forked child must not use UCX
     log               UCX logs to stdout
+    network_devices   of several network devices, UCX may choose one that does not lead to the peer
     key_gate          strangers at the ports of UCX's TCP transport (data ports)
     stopped_queue     a killed writer stops a queue in shared memory
 

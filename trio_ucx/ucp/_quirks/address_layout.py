@@ -1,7 +1,8 @@
 """What trio_ucx reads from UCX's worker addresses, because UCX does not tell it.
 
 Of this worker: where it listens, and its kinds of shared memory, which it states to its peers in its ``WorkerAddress``.
-Of programs without trio_ucx: the same, and the part without shared memory. Of a peer, for a memory endpoint: where the
+Of programs without trio_ucx: the same, and the part without shared memory. Of both: the part with some of the TCP
+devices. Of a peer, for a memory endpoint: where the
 uid stands.
 
 The layout is private to UCX: that of ``src/ucp/wireup/address.c`` in UCX 1.13 to 1.22, both version 1 (the default) and
@@ -37,6 +38,7 @@ Releases: all, 1.13 to 1.22. Not needed any more when UCX tells the transports a
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable, Collection
 
 import attrs
 
@@ -117,11 +119,13 @@ class Device:
         transports: the names of its transports, and their interface addresses. A name is None if the checksum is that
             of no transport that we know.
         place: its position in the worker address.
+        tcp_addresses: where its transport tcp listens, if it has that.
     """
 
     address: bytes
     transports: tuple[tuple[str | None, bytes], ...]
     place: slice
+    tcp_addresses: tuple[tuple[str, int], ...]
 
 
 @attrs.frozen
@@ -130,12 +134,14 @@ class ParsedAddress:
 
     Args:
         devices: none, if the worker has no device of the kind that was asked for.
-        tcp_addresses: IP addresses and ports to which transport tcp connects. A loopback device says only that it is
-            one.
     """
 
     devices: tuple[Device, ...]
-    tcp_addresses: tuple[tuple[str, int], ...]
+
+    @property
+    def tcp_addresses(self) -> tuple[tuple[str, int], ...]:
+        """IP addresses and ports to which transport tcp connects. A loopback device says only that it is one."""
+        return tuple(address for device in self.devices for address in device.tcp_addresses)
 
     @property
     def transports(self) -> set[str | None]:
@@ -176,13 +182,7 @@ def parse_worker_address(blob: bytes) -> ParsedAddress:
         raise reader.error("bytes follow its last device")
     if devices and not any(name for device in devices for name, _ in device.transports):
         raise reader.error("it has only unknown transports")
-    tcp = [
-        (_tcp_host(reader, device.address), int.from_bytes(interface, "big"))
-        for device in devices
-        for name, interface in device.transports
-        if name == "tcp"
-    ]
-    return ParsedAddress(tuple(devices), tuple(tcp))
+    return ParsedAddress(tuple(devices))
 
 
 def without_shared_memory(blob: bytes) -> bytes | None:
@@ -191,8 +191,24 @@ def without_shared_memory(blob: bytes) -> bytes | None:
     Raises:
         ValueError: as :func:`parse_worker_address`.
     """
+    return _with(blob, lambda device: not any(name in _WITHIN_HOST for name, _ in device.transports))
+
+
+def with_tcp_at(blob: bytes, hosts: Collection[str]) -> bytes | None:
+    """The same worker address, of its TCP devices only those with these IP addresses; None if there is none.
+
+    Raises:
+        ValueError: as :func:`parse_worker_address`.
+    """
+    if not any(host in hosts for host, _ in parse_worker_address(blob).tcp_addresses):
+        return None
+    return _with(blob, lambda device: all(host in hosts for host, _ in device.tcp_addresses))
+
+
+def _with(blob: bytes, keep: Callable[[Device], bool]) -> bytes | None:
+    """The same worker address with some of its devices; None if there are none."""
     devices = parse_worker_address(blob).devices
-    kept = [device for device in devices if not any(name in _WITHIN_HOST for name, _ in device.transports)]
+    kept = [device for device in devices if keep(device)]
     if len(kept) == len(devices):
         return blob
     if not kept:
@@ -324,7 +340,12 @@ def _parse_device(reader: _Reader) -> tuple[Device, bool]:
     while not last:
         transport, last = _parse_transport(reader)
         transports.append(transport)
-    return Device(address, tuple(transports), slice(start, reader.at)), bool(flags & _LAST)
+    tcp = tuple(
+        (_tcp_host(reader, address), int.from_bytes(interface, "big"))
+        for name, interface in transports
+        if name == "tcp"
+    )
+    return Device(address, tuple(transports), slice(start, reader.at), tcp), bool(flags & _LAST)
 
 
 def _parse_transport(reader: _Reader) -> tuple[tuple[str | None, bytes], bool]:

@@ -1,0 +1,70 @@
+"""UCX takes every address to which there is some route for one that it can reach.
+
+A worker's address has all its network devices, and UCX connects to one that it chooses. If two hosts share one network
+and each has another one (a VPN, a storage network, ``docker0``), it may choose an address that the peer does not reach,
+or that is somebody else's here. Then messages do not get through. Between two Connections' sides, however, the control
+socket has just shown that one device leads to the peer. So each side tells the other only the TCP device that has its
+end of the control socket. Devices of other transports, such as RDMA's, stay. For raw endpoints the user names the
+network: ``Worker.open_endpoint(..., network=...)``.
+
+All TCP devices stay if the user has named devices (``NET_DEVICES=eth0,eth1``: several fast ones, say), if the control
+socket does not leave this machine (each device leads to it; and a tunnel does not say where it leads), or if UCX has no
+TCP device there.
+
+Releases: all, 1.13 to 1.22. Not needed any more when UCX tries one address after another until a connection is up.
+Tests: ``tests/test_networks.py``.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from functools import lru_cache
+
+from ..._native import ffi, lib
+from .._address import family_of
+from .._worker_address import WorkerAddress
+from .address_layout import with_tcp_at
+from .option_limits import in_force
+
+#: More addresses than that are not looked at, of one device.
+_MOST = 256
+
+
+def names_devices(config: Mapping[str, str]) -> bool:
+    """Whether the user has named the network devices that UCX may use. (An exclusion, ``^docker0``, names none.)"""
+    value = in_force("NET_DEVICES", config) or "all"
+    return value != "all" and not value.startswith("^")
+
+
+def at_control_socket(address: WorkerAddress, host: str) -> WorkerAddress:
+    """A worker's address, of its TCP devices only the one that has our end of a control socket to another machine.
+
+    Args:
+        host: the IP address of our end.
+    """
+    ip, _, device = host.removeprefix("::ffff:").partition("%")
+    if not address.tcp_addresses:
+        return address
+    return _with_tcp_at(address, frozenset({ip} if ip in address._tcp_hosts else _beside(ip, device)))
+
+
+@lru_cache(maxsize=64)
+def _with_tcp_at(address: WorkerAddress, hosts: frozenset[str]) -> WorkerAddress:
+    network = with_tcp_at(address.network, hosts)
+    if network is None:
+        return address
+    return address._changed(network=network, tcp_addresses=tuple(at for at in address.tcp_addresses if at[0] in hosts))
+
+
+def _beside(ip: str, device: str) -> list[str]:
+    """The addresses of the network device that has this address: UCX listens at one of them.
+
+    Args:
+        device: its name, for a link-local address; otherwise "".
+    """
+    scope = socket.if_nametoindex(device) if device else 0
+    wanted = ffi.new("tu_address_t *", (int(family_of(ip)), ip.encode(), 0, scope))
+    found = ffi.new("tu_address_t[]", _MOST)
+    count = lib.tu_interface_addresses(wanted, found, _MOST)
+    return [ffi.string(found[number].ip).decode() for number in range(min(count, _MOST))]
