@@ -61,6 +61,9 @@ class Host:
     def run(self, *command: str) -> str:
         return run(*self.under, *command)
 
+    def add_address(self, device: str, address: str) -> None:
+        self.ip("addr", "add", address, "dev", device, *(["nodad"] if ":" in address else []))
+
     def down(self, device: str) -> None:
         self.ip("link", "set", device, "down")
 
@@ -93,8 +96,7 @@ class Network:
         (host, device, _), (peer, peer_device, _) = one, other
         host.ip("link", "add", device, "type", "veth", "peer", "name", peer_device, "netns", peer.name)
         for end, name, address in (one, other):
-            flags = ["nodad"] if ":" in address else []
-            end.ip("addr", "add", address, "dev", name, *flags)
+            end.add_address(name, address)
             end.ip("link", "set", name, "up")
             self._ends.append((end, name))
 

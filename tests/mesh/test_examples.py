@@ -33,7 +33,7 @@ def test_heat_equation(tmp_path: Path) -> None:
 def test_training(tmp_path: Path) -> None:
     with ranks(3, tmp_path, EXAMPLES / "parameter_server.py", "--seconds", 2.5) as started:
         found = losses(started.finish())
-    assert len(found) >= 2 and found[-1] < 0.8 * found[0]  # how many batches that are depends on the machine
+    assert len(found) >= 2 and found[-1] < 0.95 * found[0]  # how many batches that are depends on the machine
 
 
 @pytest.mark.cut_off
