@@ -184,19 +184,22 @@ class Meeting:
         assert self.server == []
 
 
-async def meet(client: Side, server: Side, host: str = LOOPBACK, target: Any = None) -> Meeting:
+async def meet(
+    client: Side, server: Side, host: str = LOOPBACK, target: Any = None, through: str | None = None
+) -> Meeting:
     """A server, and a client that connects to it: messages come back.
 
     Args:
         host: where the server listens.
         target: where the client connects to, if it is not that.
+        through: the address that the client uses for the server's host.
     """
     async with (
         open_peer("host", [host], server.options, under=server.under, **server.environment) as listening,
         open_peer("visitor", client.options, SIZES, under=client.under, **client.environment) as connecting,
     ):
         [address] = await listening.hear()
-        await connecting.tell(target or address)
+        await connecting.tell([through, address[1]] if through else target or address)
         said = await connecting.hear(40)
         await listening.tell()
         transports, log = await listening.hear()

@@ -18,6 +18,7 @@ from trio_ucx.ucp._quirks.address_layout import (
     parse_worker_address,
     read_uid,
     transport_checksum,
+    with_tcp_at,
     with_uid,
     without_shared_memory,
 )
@@ -127,6 +128,16 @@ def test_without_shared_memory_whatever_is_last(version: int, release: int | Non
         rest = without_shared_memory(pack(*devices, version=version, release=release))
         assert rest == pack(*(one for one in devices if one.transport == "tcp"), version=version, release=release)
     assert without_shared_memory(pack(memory, version=version, release=release)) is None
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_with_tcp_at_some_hosts(version: int) -> None:
+    memory, six = Device("sysv", HOST, bytes(8)), Device("tcp", ETHERNET_6, PORT)
+    blob = pack(TCP, memory, six, version=version)
+    assert with_tcp_at(blob, ["192.0.2.2"]) == pack(TCP, memory, version=version)
+    assert with_tcp_at(blob, ["fd00::2"]) == pack(memory, six, version=version)
+    assert with_tcp_at(blob, ["192.0.2.2", "fd00::2", "10.0.0.1"]) == blob
+    assert with_tcp_at(blob, ["10.0.0.1"]) is None
 
 
 def test_without_shared_memory_refuses_what_the_parser_refuses() -> None:

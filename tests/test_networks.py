@@ -7,13 +7,25 @@ workers; the matrix with real ones in network namespaces.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Sequence
+from ipaddress import ip_address
 from itertools import count
 from typing import Any
 
 import attrs
 import pytest
-from networks import QUIET, Host, Meeting, Network, Side, meet, open_network
+import trio
+from helpers import open_peer
+from networks import QUIET, SIZES, Host, Network, Side, meet, need, open_network
+from samples import some_description
+from test_address_layout import Device, pack
+
+from trio_ucx import ucp
+from trio_ucx.ucp import WorkerAddress
+from trio_ucx.ucp._address import family_of
+from trio_ucx.ucp._quirks import network_devices
+from trio_ucx.ucp._quirks.address_layout import parse_worker_address
 
 #: Names of devices: the first comes before the others in every order of names, and in that in which devices are made.
 BEFORE, MAIN, AFTER = "aside", "main", "zone"
@@ -123,3 +135,177 @@ async def test_hosts_with_several_networks(layout: Layout, kind: str, default_ro
         server, client = build(network, layout, aside)
         await network.ready()
         (await meet(Side(client.under), Side(server.under), layout.server.ip)).assert_tcp()
+
+
+def forward(network: Network) -> tuple[Host, Host, Host]:
+    """A server, a client, and between them a host that forwards from one network to the other."""
+    server, client, gate = (network.host() for _ in range(3))
+    network.cable((gate, "out", "10.202.0.254/24"), (server, MAIN, "10.202.0.1/24"))
+    network.cable((gate, "in", "10.203.0.254/24"), (client, MAIN, "10.203.0.2/24"))
+    gate.forward(True)
+    server.ip("route", "add", "default", "via", "10.202.0.254")
+    client.ip("route", "add", "default", "via", "10.203.0.254")
+    return server, client, gate
+
+
+def filter_packets(host: Host, rule: str) -> None:
+    """Adds a rule of iptables. Skips the test where that cannot be had."""
+    need(*host.under, "iptables", "-t", "nat", "-L", why="forwarded ports")
+    host.run("iptables", *rule.split())
+
+
+@pytest.mark.root
+@pytest.mark.full
+@pytest.mark.parametrize("reply", ["DROP", "REJECT"])
+async def test_a_client_behind_address_translation(reply: str) -> None:
+    """UCX connects back to the client. Where that cannot be, the server says why."""
+    with open_network() as network:
+        server, client, gate = forward(network)
+        await network.ready()
+        filter_packets(gate, "-t nat -A POSTROUTING -o out -j MASQUERADE")
+        filter_packets(gate, f"-A FORWARD -i out -m conntrack --ctstate NEW -j {reply}")
+        meeting = await meet(Side(client.under), Side(server.under), "10.202.0.1")
+    assert meeting.client[0] in ("TimeoutError", "ConnectionResetError"), meeting.client  # which side gives up first
+    assert "its UCX listens at 10.203.0.2:" in meeting.log and "(and not at 10.202.0.254, as the control" in meeting.log
+
+
+@pytest.mark.root
+@pytest.mark.full
+async def test_a_forwarded_port() -> None:
+    """The client does not reach the server's own address. The server's UCX connects to the client."""
+    with open_network() as network:
+        server, client, gate = forward(network)
+        await network.ready()
+        filter_packets(gate, "-t nat -A PREROUTING -i in -p tcp -d 10.203.0.254 -j DNAT --to-destination 10.202.0.1")
+        filter_packets(gate, "-A FORWARD -i in -m conntrack ! --ctstate DNAT,ESTABLISHED -j DROP")
+        meeting = await meet(Side(client.under), Side(server.under), "10.202.0.1", through="10.203.0.254")
+        meeting.assert_tcp()
+        assert meeting.client[3][0] == "10.203.0.254"
+
+
+@pytest.mark.root
+@pytest.mark.full
+@pytest.mark.parametrize("change", ["comes", "goes"])
+async def test_a_device_comes_or_goes(change: str) -> None:
+    """...after the server has opened its worker. Networks that stay are not affected; one that came is named."""
+    with open_network() as network:
+        server, client = build(network, LAYOUTS["the same subnet and address at both"], BEFORE)
+        await network.ready()
+        async with open_peer("host", ["0.0.0.0"], {}, under=server.under, **QUIET) as listening:
+            [[_, port]] = await listening.hear()
+
+            async def visit(ip: str) -> list[Any]:
+                async with open_peer("visitor", {}, SIZES, under=client.under, **QUIET) as connecting:
+                    await connecting.tell([ip, port])
+                    said: list[Any] = await connecting.hear(40)
+                    return said
+
+            assert (await visit(ONE.ip))[:2] == ["connected", ["tcp"]]
+            if change == "comes":
+                network.cable((server, AFTER, "10.77.0.1/24"), (client, AFTER, "10.77.0.2/24"))
+                await network.ready()
+            else:
+                server.ip("link", "del", f"{BEFORE}0")
+            assert (await visit(ONE.ip))[:2] == ["connected", ["tcp"]]
+            if change == "comes":
+                kind, _, text, seconds = await visit("10.77.0.1")
+                assert kind in ("OSError", "TimeoutError", "ConnectionRefusedError") and seconds < 9, (kind, text)
+                assert "(and not at 10.77.0.1, as the control socket: NAT, or a device that this worker" in text, text
+            await listening.tell()
+            await listening.hear()
+
+
+# ---- the choice, with addresses of made-up workers ----
+
+
+def made_up(*hosts: str) -> WorkerAddress:
+    """The address of a worker with a TCP device for each of these hosts, and another network device."""
+    devices = [
+        Device("tcp", bytes([0, family_of(host)]) + ip_address(host).packed, struct.pack(">H", 1000 + number))
+        for number, host in enumerate(hosts)
+    ]
+    blob = pack(*devices, Device("rc_mlx5", bytes(20), bytes(4)))
+    places = parse_worker_address(blob).tcp_addresses
+    return some_description().worker._changed(ucx=blob, network=blob, tcp_addresses=places)
+
+
+def kept(address: WorkerAddress) -> list[str]:
+    parsed = parse_worker_address(address.network)
+    assert parsed.tcp_addresses == address.tcp_addresses
+    assert "rc_mlx5" in parsed.transports
+    return [host for host, _ in parsed.tcp_addresses]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "control", "beside", "expected"),
+    [
+        (["10.0.0.1"], "10.0.0.1", [], ["10.0.0.1"]),
+        (["10.0.0.1", "172.17.0.1"], "10.0.0.1", [], ["10.0.0.1"]),
+        (["172.17.0.1", "10.0.0.1", "10.8.0.1"], "10.0.0.1", [], ["10.0.0.1"]),
+        (["172.17.0.1", "fd00::1"], "fd00::1", [], ["fd00::1"]),
+        (["172.17.0.1", "10.0.0.1"], "::ffff:10.0.0.1", [], ["10.0.0.1"]),
+        (["172.17.0.1", "10.0.0.1"], "fd00::1", ["fd00::1", "10.0.0.1"], ["10.0.0.1"]),
+        (["172.17.0.1", "10.0.0.1"], "fe80::1%lo", ["fe80::1", "10.0.0.1"], ["10.0.0.1"]),
+        (["172.17.0.1", "10.0.0.1"], "10.0.0.5", ["10.0.0.1", "10.0.0.5"], ["10.0.0.1"]),
+        (["172.17.0.1", "10.0.0.1"], "10.77.0.1", ["10.77.0.1"], ["172.17.0.1", "10.0.0.1"]),
+        (["172.17.0.1", "10.0.0.1"], "10.77.0.1", [], ["172.17.0.1", "10.0.0.1"]),
+    ],
+)
+def test_the_device_of_the_control_socket(
+    hosts: list[str], control: str, beside: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the only TCP device that the peer is told, if UCX uses it. Other devices stay."""
+    monkeypatch.setattr(network_devices, "_beside", lambda ip, device: beside)
+    assert kept(network_devices.at_control_socket(made_up(*hosts), control)) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "named"),
+    [
+        ({}, None, False),
+        ({}, "all", False),
+        ({}, "^docker0", False),
+        ({}, "eth0", True),
+        ({"NET_DEVICES": "eth0,eth1"}, None, True),
+        ({"NET_DEVICES": "all"}, "eth0", False),
+    ],
+)
+def test_devices_that_the_user_names(
+    config: dict[str, str], environment: str | None, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if environment is None:
+        monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("UCX_NET_DEVICES", environment)
+    assert network_devices.names_devices(config) is named
+
+
+def test_addresses_of_a_network_device() -> None:
+    assert "127.0.0.1" in network_devices._beside("127.0.0.1", "")
+    assert network_devices._beside("198.51.100.7", "") == []
+
+
+async def test_the_network_of_a_raw_endpoint() -> None:
+    """The user names it: the peer's other TCP devices are not used."""
+    address = made_up("172.17.0.1", "10.0.0.1", "fd00::1")
+    assert kept(network_devices.in_network(address, "10.0.0.0/8")) == ["10.0.0.1"]
+    assert kept(network_devices.in_network(address, "fd00::1")) == ["fd00::1"]
+    config = {"TLS": "tcp"}
+    async with ucp.open_worker(config=config) as one, ucp.open_worker(config=config) as two:
+        endpoint = await one.open_endpoint(two.address, network="127.0.0.0/8")
+        with trio.fail_after(15):
+            await endpoint.tag_send(b"x", 1)
+            assert await two.tag_receive(bytearray(1), 1) == (1, 1)
+        assert {each.device for each in endpoint.transports} == {"lo"}
+        endpoint.abort()
+        with pytest.raises(
+            OSError, match=r"none of its TCP addresses is in network='198.51.100.0/24': .*127.0.0.1"
+        ) as caught:
+            await one.open_endpoint(two.address, network="198.51.100.0/24")
+        assert caught.value.errno == errno.EHOSTUNREACH
+        with pytest.raises(ValueError, match="does not appear to be an IPv4 or IPv6 network"):
+            await one.open_endpoint(two.address, network="eth0")
+        with pytest.raises(TypeError, match="a network must be a str"):
+            await one.open_endpoint(two.address, network=10)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="network= is for connections to a worker address"):
+            await one.open_endpoint("127.0.0.1:1", network="127.0.0.0/8")

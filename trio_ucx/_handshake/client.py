@@ -76,7 +76,9 @@ class Connector:
                 self._handshake.close()
         if link is None:
             engine.check()
-            over_ucx = f"messages did not get through over UCX ({self._handshake.route}); does a firewall block them?"
+            over_ucx = (
+                f"messages did not get through over UCX ({self._handshake.route}); does a firewall or NAT block them?"
+            )
             raise TimeoutError(
                 errno.ETIMEDOUT,
                 f"connecting to {self.label} took longer than {self.timeout:.3g} seconds: "

@@ -26,7 +26,7 @@ from .._close_handshake import Loss
 from .._errors import refusal
 from .._link import Link, Options, Transport
 from ..ucp import UCXError, WorkerAddress
-from ..ucp._address import format_address
+from ..ucp._address import family_of, format_address
 from ..ucp._connecting import connect_shared
 from ..ucp._contained import contained, report
 from ..ucp._engine.operations import Operation
@@ -481,8 +481,20 @@ class Handshake:
 
     @property
     def _tcp(self) -> str:
-        addresses = ", ".join(format_address(address) for address in self.peer.worker.tcp_addresses)
-        return f"its UCX listens at {addresses or 'no TCP address'}"
+        assert self._own is not None
+        theirs, ours = self._places(self.peer, self.remote), self._places(self._own, self.local)
+        return (
+            f"its UCX listens at {theirs}, ours at {ours}; UCX_NET_DEVICES=eth0, say, names the network devices that a "
+            "side uses"
+        )
+
+    def _places(self, side: PeerDescription, end: Address) -> str:
+        """Where a side's UCX listens, and whether that is beside its end of the control socket."""
+        places = ", ".join(map(format_address, side.worker.tcp_addresses)) or "no TCP address"
+        ip = "" if self.is_local or end is None else end[0].partition("%")[0]
+        if not any(family_of(ip) == family_of(host) for host in {*side.worker._tcp_hosts} - {ip}):
+            return places
+        return f"{places} (and not at {ip}, as the control socket: NAT, or a device that this worker does not use?)"
 
     def check(self) -> None:
         """Raises the error that has made a connection impossible, if there is one.

@@ -29,6 +29,7 @@ from ._features import DEFAULT_FEATURES, Feature
 from ._listener import ListenerCore, RawListener, check_port
 from ._memory.buffers import WritableBuffer
 from ._quirks.key_gate import parse_networks
+from ._quirks.network_devices import in_network
 from ._quirks.stopped_queue import WatchedQueue, check_queue, uses_queue
 from ._requests import RequestGroup, open_group
 from ._status import MessageTooLong, Status, UCXError
@@ -207,6 +208,7 @@ class Worker(metaclass=OpenedNotConstructed):
         error_mode: ErrorMode = ErrorMode.PEER,
         name: str | None = None,
         local_address: str | None = None,
+        network: str | None = None,
     ) -> Endpoint:
         """Opens a raw UCP endpoint to any UCP peer (``ucp_ep_create``); no handshake.
 
@@ -222,6 +224,8 @@ class Worker(metaclass=OpenedNotConstructed):
             error_mode: see :class:`ErrorMode`; the peer's must be the same.
             name: for UCX's logs and ``endpoint.name``; at most 31 bytes.
             local_address: the numeric address of ours to connect from; see :func:`trio_ucx.connect`.
+            network: for a worker's address: which of the peer's TCP devices UCX may use, as in ``"10.0.0.0/8"``. The
+                address has all its devices, and UCX may choose one that cannot be reached from here.
 
         Cancellation: no endpoint is opened.
 
@@ -246,6 +250,8 @@ class Worker(metaclass=OpenedNotConstructed):
         if isinstance(address, WorkerAddress):
             if local_address is not None:
                 raise ValueError("local_address= is for connections to a host and port, not to a worker address")
+            if network is not None:
+                address = in_network(address, network)
             await trio.lowlevel.checkpoint_if_cancelled()
             self._engine.check()
             await trio.lowlevel.checkpoint()
@@ -255,6 +261,8 @@ class Worker(metaclass=OpenedNotConstructed):
                 core.close()
                 check_queue(self._engine, f"connecting to {core.label}")
         else:
+            if network is not None:
+                raise ValueError("network= is for connections to a worker address, not to a host and port")
             host, port = split_address(address)
             resolved = await self._resolve(host, port)
             check_queue(self._engine, f"connecting to {resolved}")

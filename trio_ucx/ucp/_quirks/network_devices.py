@@ -17,14 +17,17 @@ Tests: ``tests/test_networks.py``.
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Mapping
 from functools import lru_cache
+from ipaddress import ip_address
 
 from ..._native import ffi, lib
 from .._address import family_of
 from .._worker_address import WorkerAddress
-from .address_layout import with_tcp_at
+from .address_layout import parse_worker_address, with_tcp_at
+from .key_gate import parse_networks
 from .option_limits import in_force
 
 #: More addresses than that are not looked at, of one device.
@@ -55,6 +58,33 @@ def _with_tcp_at(address: WorkerAddress, hosts: frozenset[str]) -> WorkerAddress
     if network is None:
         return address
     return address._changed(network=network, tcp_addresses=tuple(at for at in address.tcp_addresses if at[0] in hosts))
+
+
+def in_network(address: WorkerAddress, network: str) -> WorkerAddress:
+    """A worker's address, of its TCP devices only those in an IP network.
+
+    Args:
+        network: as in ``"10.0.0.0/8"``, or one address.
+
+    Raises:
+        TypeError, ValueError: that is no network; or the address has an unknown layout.
+        OSError: none of its TCP devices is in it (EHOSTUNREACH).
+    """
+    [chosen] = parse_networks([network])
+    found = parse_worker_address(address.ucx).tcp_addresses
+    hosts = {host for host, _ in found if ip_address(host) in chosen}
+    ucx = with_tcp_at(address.ucx, hosts)
+    if ucx is None:
+        raise OSError(
+            errno.EHOSTUNREACH,
+            f"connecting to {address!r}: none of its TCP addresses is in network={network!r}: "
+            f"{', '.join(host for host, _ in found) or 'it has none'}",
+        )
+    return address._changed(
+        ucx=ucx,
+        network=(address.network and with_tcp_at(address.network, hosts)) or b"",
+        tcp_addresses=tuple(at for at in address.tcp_addresses if at[0] in hosts),
+    )
 
 
 def _beside(ip: str, device: str) -> list[str]:
