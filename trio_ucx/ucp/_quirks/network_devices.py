@@ -12,7 +12,7 @@ socket does not leave this machine (each device leads to it; and a tunnel does n
 TCP device there.
 
 Releases: all, 1.13 to 1.22. Not needed any more when UCX tries one address after another until a connection is up.
-Tests: ``tests/test_networks.py``.
+Tests: ``tests/test_network_devices.py``.
 """
 
 from __future__ import annotations
