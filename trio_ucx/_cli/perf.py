@@ -8,7 +8,6 @@ import math
 import os
 import secrets
 import shlex
-import socket
 import statistics
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from .. import Connection, connect, serve_ucx
 from .._arguments import check_authkey
 from .._version import __version__
 from ..ucp._address import format_address, split_address
+from ..ucp._process import host_name
 from . import tune
 from .ends import Client, Kind, serve
 from .errors import EXPECTED, describe
@@ -197,7 +197,7 @@ async def run_server(arguments: argparse.Namespace) -> int:
 
 def other_side(arguments: argparse.Namespace, address: tuple[str, int], new_key: str | None) -> str:
     """What to type on the other machine."""
-    host = socket.gethostname() if address[0] in ("0.0.0.0", "::") else address[0]
+    host = host_name() if address[0] in ("0.0.0.0", "::") else address[0]
     options = transport_options(arguments.transports)
     command = shlex.join(["python", "-m", "trio_ucx", "perf", *options, format_address((host, address[1]))])
     if new_key is not None:

@@ -6,7 +6,6 @@ data ports and shared-memory queue must work, and it must be able to make an end
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Collection
 
 from .. import _wire as wire
@@ -15,6 +14,7 @@ from .._native import ucx
 from .._version import __version__
 from ..ucp import Feature, Worker
 from ..ucp._engine.engine import Engine
+from ..ucp._process import host_name
 from ..ucp._tag import check_claim
 from .control_sockets import ControlSockets
 from .peer_description import PeerDescription, SharedMemory
@@ -88,6 +88,6 @@ class Registry:
             wish=wish,
             sees_local=sees_local,
             software=SOFTWARE,
-            host_name=socket.gethostname(),
+            host_name=host_name(),
             worker=self.engine.identity.address,
         )

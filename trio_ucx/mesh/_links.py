@@ -9,7 +9,6 @@ Besides the program's messages, a connection carries a :class:`trio_ucx.Channel`
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from .._listener import Listener
 from .._open import open_ucx_stream
 from ..ucp import Worker
 from ..ucp._engine.waits import Signal
+from ..ucp._process import host_name
 from ..ucp._status import Error
 from ..ucp._util import CAPACITY_ERRORS
 from ._members import Members
@@ -148,7 +148,7 @@ class Links:
 
     def hello(self, to: int, port: int = 0, seconds: float = 0) -> Hello:
         """The first message of a connection to a rank."""
-        members, host, pid = self.members, socket.gethostname(), os.getpid()
+        members, host, pid = self.members, host_name(), os.getpid()
         who = members.name, members.member(members.rank), host, pid
         return Hello(members.rank, to, members.size, port, seconds, members.on_loss, *who)
 
