@@ -15,6 +15,7 @@ from .._version import __version__
 from ..ucp import Feature, Worker
 from ..ucp._engine.engine import Engine
 from ..ucp._process import host_name
+from ..ucp._quirks.option_limits import OptionError
 from ..ucp._tag import check_claim
 from .control_sockets import ControlSockets
 from .peer_description import PeerDescription, SharedMemory
@@ -41,6 +42,11 @@ class Registry:
                 f"Connections need a worker with one RNDV_THRESH (UCX_RNDV_THRESH) for all fabrics, or several of more "
                 f"than {wire.MAX_BATCH}; here the least is {least}: the peer must know which short messages stay "
                 "with their sender"
+            )
+        if worker.context._is_on("UNIFIED_MODE"):
+            raise OptionError(
+                "Connections need a worker without UCX's option UNIFIED_MODE (UCX_UNIFIED_MODE in the environment), "
+                "with which trio_ucx cannot read UCX's addresses"
             )
         worker._engine.key_gate.check_shut()
         check_claim(worker._engine)
