@@ -125,6 +125,23 @@ async def endless_handler() -> None:
 
 
 @role
+async def call_without_answer() -> None:
+    """Its handler accepts calls, each of which has a task of its own."""
+
+    async def answer(call: trio_ucx.Channel) -> None:
+        async with call:
+            say((await call.receive()).decode())
+            await trio.Event().wait()
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        async with trio.open_nursery() as nursery:
+            async for call in connection.conversations():
+                nursery.start_soon(answer, call)
+
+    await serve(handler)
+
+
+@role
 async def blocked_loop() -> None:
     async with ucp.open_worker():
         time.sleep(0.01)  # as a line that must not be found

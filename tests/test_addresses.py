@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
+from socket import AF_INET, AF_INET6, AddressFamily, socket
 from typing import Any
 
 import attrs
@@ -13,7 +15,7 @@ import trio
 from samples import ALL, with_checksum
 
 import trio_ucx
-from trio_ucx import ucp
+from trio_ucx import _addresses, ucp
 from trio_ucx._native import ucx
 from trio_ucx.ucp._process import NOBODY, this_host
 from trio_ucx.ucp._quirks.option_limits import DEFAULT_SIZES
@@ -62,6 +64,74 @@ def test_values_that_are_no_addresses(wrong: Any) -> None:
     if not isinstance(wrong, str):
         with pytest.raises(ValueError):
             trio_ucx.format_address(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        *((f"{scheme}://127.0.0.1:5", "has a scheme, which is no part of an address") for scheme in ("tcp", "ucx")),
+        *((host, "has no port: write") for host in ("127.0.0.1", "some.host", "[::1]")),
+        ("::1:5", r"brackets: \[::1:5\]:port or \[::1\]:5$"),
+        ("fe80::1%eth0:65535", r"brackets: \[fe80::1%eth0:65535\]:port or \[fe80::1%eth0\]:65535$"),
+        ("::1:65535", r"brackets: \[::1\]:65535$"),
+        ("a:b:5", "'a:b:5' is not an address"),
+    ],
+)
+def test_what_is_wrong_with_an_address(wrong: str, match: str) -> None:
+    with pytest.raises(ValueError, match=match) as caught:
+        trio_ucx.parse_address(wrong)
+    assert ("brackets:" in str(caught.value)) == ("brackets:" in match)
+
+
+async def test_hosts_and_paths_that_cannot_be(worker: ucp.Worker) -> None:
+    with pytest.raises(ValueError, match="connecting to aaa.* is not possible: .*label"):
+        await trio_ucx.open_ucx_stream("a" * 300, 1, worker=worker)
+    with pytest.raises(OSError, match="connecting to unix:/tmp/xxx.*: File name too long") as caught:
+        await trio_ucx.connect(f"unix:/tmp/{'x' * 120}", worker=worker).__aenter__()
+    assert caught.value.errno == errno.ENAMETOOLONG
+
+
+@pytest.mark.parametrize(
+    ("listening", "own", "expected"),
+    [
+        (["127.0.0.1"], ["10.1.2.3"], "127.0.0.1"),
+        (["::1", "127.0.0.1"], ["10.1.2.3"], "::1"),
+        (["unix:/run/socket"], [], "unix:/run/socket"),
+        (["0.0.0.0", "::"], ["127.0.0.1", "10.1.2.3", "fe80::1", "fd00::3"], "10.1.2.3"),
+        (["0.0.0.0", "::"], ["127.0.0.1", "10.1.2.3", "10.9.9.9"], "10.9.9.9"),
+        (["0.0.0.0", "::"], ["127.0.0.1", "::1", "fe80::1", "fd00::3"], "fd00::3"),
+        (["::"], ["10.1.2.3", "fe80::1"], "::1"),
+        (["0.0.0.0", "::"], [], "127.0.0.1"),
+    ],
+)
+def test_address_for_other_machines(
+    listening: list[str], own: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_addresses, "_outward_address", lambda family, _: {AF_INET: "10.9.9.9"}.get(family))
+    assert _addresses.reachable_address([(host, 5) for host in listening], own) == (expected, 5)
+
+
+@pytest.mark.parametrize("family", [AF_INET, AF_INET6])
+def test_outward_address(family: AddressFamily) -> None:
+    found = _addresses._outward_address(family, "192.0.2.1" if family is AF_INET else "2001:db8::1")
+    if found is not None:  # it has a route
+        with socket(family) as own:
+            own.bind((found, 0))
+
+
+async def test_address_of_a_server_at_all_addresses(worker: ucp.Worker) -> None:
+    async def echo(connection: trio_ucx.Connection) -> None:
+        await connection.send(await connection.receive())
+
+    async with trio.open_nursery() as nursery:
+        server = await nursery.start(partial(trio_ucx.serve_ucx, worker=worker), echo, 0)
+        wildcards = ("0.0.0.0", "::")
+        assert server.listeners[0].address[0] in wildcards and server.address[0] not in wildcards
+        with trio.fail_after(15):
+            async with trio_ucx.connect(server.address, worker=worker) as client:
+                await client.send(b"x")
+                assert await client.receive() == b"x"
+        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("wrong", [None, 5, b"host:5", (5, 5), ("host", "5"), ucp])

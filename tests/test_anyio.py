@@ -17,7 +17,7 @@ from anyio.streams.tls import TLSStream
 from helpers import Certificates, pattern
 
 import trio_ucx
-from trio_ucx import ucp
+from trio_ucx import mesh, testing, ucp
 from trio_ucx.anyio import UCXListener, UCXStream
 from trio_ucx.testing import open_pair_over_listener
 
@@ -114,6 +114,11 @@ async def test_unix_addresses(worker: ucp.Worker, tmp_path: Path) -> None:
         lambda: trio_ucx.open_ucx_listeners(0),
         lambda: trio_ucx.serve_ucx(lambda _: trio.sleep(0), 0),
         lambda: ucp.open_worker().__aenter__(),
+        lambda: mesh.join(rank=0, size=1, meeting="127.0.0.1:0").__aenter__(),
+        lambda: testing.open_connection_pair().__aenter__(),
+        lambda: testing.open_pair_over_listener().__aenter__(),
+        lambda: testing.open_clogged_pair().__aenter__(),
+        lambda: testing.open_peer_process(trio.sleep).__aenter__(),
     ],
 )
 def test_asyncio_is_refused(use: Callable[[], Awaitable[Any]]) -> None:

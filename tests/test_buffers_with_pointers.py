@@ -1,4 +1,4 @@
-"""Buffers that contain pointers are refused wherever a buffer is taken; all others are accepted."""
+"""Buffers that contain pointers, or have a mask, are refused wherever a buffer is taken; all others are accepted."""
 
 from __future__ import annotations
 
@@ -110,8 +110,11 @@ def test_formats() -> None:
 OBJECTS = np.array(["x", None], object)
 
 
+MASKED = np.ma.masked_array([1.0, -9999.0], mask=[False, True])
+
+
 async def refused(function: Callable[[], Any]) -> None:
-    with pytest.raises((TypeError, ValueError), match="pointers"):
+    with pytest.raises((TypeError, ValueError), match="pointers|its mask is not part of its bytes"):
         result = function()
         if isinstance(result, Awaitable):
             await result
@@ -120,12 +123,16 @@ async def refused(function: Callable[[], Any]) -> None:
 async def test_connection(worker: ucp.Worker) -> None:
     async with open_pair(worker) as (client, server):
         with trio.fail_after(15):
-            for bad in (OBJECTS, [bytearray(4), OBJECTS], ucp.Strided(OBJECTS[::2]), WITH["structure"], Outer()):
+            masked = (MASKED, [bytearray(4), MASKED], ucp.Strided(MASKED[::2]), np.ma.masked_array([1.0]), np.ma.masked)
+            pointers = (OBJECTS, [bytearray(4), OBJECTS], ucp.Strided(OBJECTS[::2]), WITH["structure"], Outer())
+            for bad in (*pointers, *masked):
                 for function in (client.send, client.send_nowait, server.receive_into):
                     await refused(lambda function=function, bad=bad: function(bad))
             await refused(lambda: client.send_all(OBJECTS))
+            await refused(lambda: client.send_all(MASKED))
             await refused(lambda: client.send_all(WITH["pointers of a memoryview"]))
-            for good in (WITHOUT["named like pointers"], WITHOUT["complex"]):
+            named = np.zeros(2, [("mask", "i4")]).view(np.recarray)
+            for good in (WITHOUT["named like pointers"], WITHOUT["complex"], named):
                 await client.send(good)
                 buffer = np.empty_like(good)
                 assert await server.receive_into(buffer) == good.nbytes
@@ -140,7 +147,7 @@ async def test_raw(transports: str) -> None:
         context = worker.context
         with trio.fail_after(15), context.allocate(64) as memory, client.attach(memory.descriptor) as remote:
             chain = worker.new_chain()
-            for bad in (OBJECTS, ucp.Strided(OBJECTS[::2])):
+            for bad in (OBJECTS, ucp.Strided(OBJECTS[::2]), MASKED):
                 for function in (
                     lambda bad=bad: client.tag_send(bad, 1),
                     lambda bad=bad: client.tag_send_sync(bad, 1),
@@ -158,6 +165,7 @@ async def test_raw(transports: str) -> None:
                 ):
                     await refused(function)
             await refused(lambda: chain.am_send(client, 1, b"", header=OBJECTS))
+            await refused(lambda: chain.am_send(client, 1, b"", header=MASKED))
             chain.close()
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -406,3 +409,38 @@ async def test_forwarded_between_networks(hosts: Hosts) -> None:
         assert transports == [["tcp"]]
         # A client with the greater uid has no endpoint yet, and just closes the control socket.
         assert "gave up the connection" in log or "its control connection ended" in log, log
+
+
+PAIR = """
+import ctypes, sys, trio, trio_ucx.testing
+name = bytes.fromhex(sys.argv[1])
+assert not name or ctypes.CDLL(None).sethostname(name, len(name)) == 0
+async def main():
+    with trio.fail_after(30):
+        async with trio_ucx.testing.open_connection_pair() as (client, server):
+            print(ascii(server.peer.stated_host))
+trio.run(main)
+"""
+
+
+def run_pair(*under: str, name: bytes = b"", locale: str = "C.UTF-8") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*under, sys.executable, "-c", PAIR, name.hex()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "LC_ALL": locale, "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+    )
+
+
+@pytest.mark.parametrize(("name", "shown"), [(b"b\xfcro", r"b\ufffdro"), ("büro".encode(), r"b\xfcro")])
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_any_host_name(name: bytes, shown: str, locale: str) -> None:
+    done = run_pair(*unshare("uts"), name=name, locale=locale)
+    assert done.stdout.strip() == f"'{shown}'", done.stderr
+
+
+def test_without_proc() -> None:
+    done = run_pair(*unshare("mount"), "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh")
+    assert "FileNotFoundError: [Errno 2] UCX cannot create a worker: the proc file system is missing" in done.stderr

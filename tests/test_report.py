@@ -1,4 +1,4 @@
-"""The report names what waits, and why: ten programs that hang in ten ways."""
+"""The report names what waits, and why: eleven programs that hang in eleven ways."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def reported(peer: Peer, *words: str, within: float = 20) -> str:
     pytest.fail(f"no line has {words}:\n{report}")
 
 
-# ---- ten programs that hang ----
+# ---- eleven programs that hang ----
 
 
 async def test_no_credit(transports: str) -> None:
@@ -142,6 +142,21 @@ async def test_a_handler_that_never_returns(over: str) -> None:
             await client.send(b"message")
         assert await program.hear() == "the client has closed"
         await reported(program, "=> the peer ended the connection", "handler still runs", "hanging_programs.py:")
+
+
+async def test_a_call_that_is_not_answered(over: str) -> None:
+    async with open_program("call_without_answer", transports=over) as program:
+        async with trio_ucx.connect(tuple(await program.hear())) as client, client.open_conversation() as call:
+            await call.send(b"a question")
+            assert await program.hear() == "a question"
+            words = "=> the peer may wait for an answer on conversation 0", ".answer' waits for something else"
+            report = await reported(program, *words)
+            assert lines(report, "conversation 0 (opened by the peer): used by", "hanging_programs.py:", "answer)")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(call.receive)
+                await trio.testing.wait_all_tasks_blocked()
+                assert not lines(trio_ucx.report(), "used by task") and not lines(trio_ucx.report(), "answer on")
+                nursery.cancel_scope.cancel()
 
 
 async def test_a_blocked_loop() -> None:
@@ -365,6 +380,46 @@ def test_report_on_signal_that_fails() -> None:
     assert "main thread" in str(caught[0])
     with open(os.devnull, "w") as nowhere, pytest.raises(OSError):
         trio_ucx.report_on_signal(signal.SIGKILL, nowhere)
+
+
+@pytest.mark.parametrize("name", ["USR1", "sigusr1"])
+def test_the_environment_turns_it_on(name: str) -> None:
+    program = "import os, signal, trio_ucx; os.kill(os.getpid(), signal.SIGUSR1)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TRIO_UCX_REPORT": name},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stderr.startswith("trio_ucx report of process ") and "no worker is open" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "status", "says"),
+    [
+        ("nonsense", "import trio_ucx", 1, "TRIO_UCX_REPORT=nonsense in the environment is not the name of a signal"),
+        ("KILL", "import trio_ucx", 0, "TRIO_UCX_REPORT=KILL has no effect"),
+        (
+            "USR1",
+            "import threading; t = threading.Thread(target=lambda: __import__('trio_ucx')); t.start(); t.join()",
+            0,
+            "TRIO_UCX_REPORT=USR1 has no effect: report_on_signal works only in the main thread",
+        ),
+        ("", "import trio_ucx", 0, ""),
+    ],
+)
+def test_the_environment_cannot_turn_it_on(name: str, program: str, status: int, says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TRIO_UCX_REPORT": name},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == status and says in done.stderr and bool(says) == bool(done.stderr)
 
 
 def report_command(*arguments: object) -> subprocess.CompletedProcess[str]:

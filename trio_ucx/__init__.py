@@ -35,6 +35,7 @@ from ._listener import Listener, ListenerStatistics
 from ._open import Connecting, connect, open_ucx_stream
 from ._peer_info import PeerInfo, PeerState
 from ._report import report, report_on_signal
+from ._report import report_as_environment_says as _report_as_environment_says
 from ._serve import open_ucx_listeners, serve_ucx
 from ._server import Server
 from ._statistics import ConnectionStatistics
@@ -84,3 +85,4 @@ __all__ = [
 ]
 
 _publish(globals(), __name__)
+_report_as_environment_says()

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+
 from ._unix import PREFIX, unix_path
-from .ucp._address import SocketAddress, split_address
+from .ucp._address import SocketAddress, family_of, split_address
 from .ucp._address import format_address as _format
+
+#: By the address of a listener at all addresses of its machine: that of the loopback interface, and one that no machine
+#: has (RFC 5737, RFC 3849).
+_WILDCARDS = {"0.0.0.0": ("127.0.0.1", "192.0.2.1"), "::": ("::1", "2001:db8::1")}
 
 
 def parse_address(address: SocketAddress) -> tuple[str, int]:
@@ -39,3 +48,36 @@ def format_address(address: tuple[str, int]) -> str:
     if isinstance(address, str):
         raise TypeError(f"the address must be a pair (host, port), not the str {address!r}")
     return _format(parse_address(address))
+
+
+def reachable_address(listening: Sequence[tuple[str, int]], own: Collection[str]) -> tuple[str, int]:
+    """The address at which clients of this machine and of others reach a server.
+
+    Args:
+        listening: the addresses of its listeners.
+        own: the IP addresses of this machine that UCX uses. A wildcard stands for one of them: if possible the one from
+            which packets take the default route.
+    """
+    host, port = listening[0]
+    for host, port in listening:
+        if host not in _WILDCARDS:
+            return host, port
+        family = family_of(host)
+        usable = [one for one in own if family_of(one) is family and _is_for_others(one)]
+        if usable:
+            outward = _outward_address(family, _WILDCARDS[host][1])
+            return outward if outward in usable else usable[0], port
+    return _WILDCARDS[listening[0][0]][0], port
+
+
+def _is_for_others(ip: str) -> bool:
+    parsed = ipaddress.ip_address(ip)
+    return not (parsed.is_loopback or parsed.is_link_local)
+
+
+def _outward_address(family: socket.AddressFamily, destination: str) -> str | None:
+    """The address from which packets leave this machine, which the kernel knows without sending one."""
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((destination, 9))
+        return str(probe.getsockname()[0])
+    return None

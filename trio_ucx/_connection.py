@@ -24,7 +24,7 @@ from .ucp._engine.ending import CloseState
 from .ucp._engine.posting import completed
 from .ucp._engine.waits import Pending
 from .ucp._memory.buffers import Buffer, WritableBuffer
-from .ucp._memory.pointers import refuse_pointers
+from .ucp._memory.pointers import check_elements
 from .ucp._tag import SHORT
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
@@ -515,7 +515,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                 await link.engine.waiting.schedule_point()
                 return
             waited = False
-            refuse_pointers(data, "send")
+            check_elements(data, "send")
             with memoryview(data) as view, view.cast("B") as flat:
 
                 def submit(piece: slice) -> Pending | None:

@@ -37,6 +37,8 @@ Address = SocketAddress
 HAPPY_EYEBALLS_DELAY = 0.25
 #: Seconds between two attempts to connect to a Unix socket whose queue is full.
 UNIX_RETRY = 0.02
+#: Bytes of ``sockaddr_un.sun_path``, without the null character.
+_LONGEST_PATH = 107
 
 
 @attrs.frozen
@@ -100,6 +102,8 @@ class _Destination:
             # Trio's documentation says that None makes one attempt at a time, but its code takes None for the default.
             delay = math.inf if self.happy_eyeballs_delay is None else self.happy_eyeballs_delay
             return await trio.open_tcp_stream(host, port, happy_eyeballs_delay=delay, local_address=local)
+        except UnicodeError as error:
+            raise ValueError(f"connecting to {self.label} is not possible: {error}") from None
         except OSError as error:
             if error.errno is not None:
                 error.strerror = f"connecting to {self.label}: {error.strerror}{_hint(error.errno)}"
@@ -131,6 +135,8 @@ async def _open_tcp_socket(family: socket.AddressFamily, ip: str, port: int) -> 
 
 async def _open_unix_socket(path: str) -> trio.SocketStream:
     """Connects to a Unix socket. Tries again as long as the kernel's queue of the listener is full."""
+    if len(os.fsencode(path)) > _LONGEST_PATH:  # Python's own error has no errno
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
     while True:
         stream = await trio.open_unix_socket(path)
         try:

@@ -14,6 +14,7 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
+from ._addresses import reachable_address
 from ._connection import Connection
 from ._errors import PeerClosed
 from ._listener import Listener
@@ -58,8 +59,12 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
 
     @property
     def address(self) -> tuple[str, int]:
-        """The address of its first listener, for :func:`connect`."""
-        return self._listeners[0].address
+        """Its address for :func:`connect`, here and on other machines.
+
+        If it listens at all addresses of this machine, one of those that UCX uses.
+        """
+        own = self._listeners[0]._acceptor.engine.identity.address._tcp_hosts
+        return reachable_address([listener.address for listener in self._listeners], own)
 
     @property
     def connections(self) -> tuple[Connection, ...]:

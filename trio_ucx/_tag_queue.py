@@ -70,6 +70,10 @@ class Packed(Protocol):
     #: How many were not taken yet.
     left: int
 
+    @property
+    def first(self) -> bytes:
+        """The first of them, which is not taken."""
+
     def pop(self) -> bytes:
         """Takes the first of them."""
 
@@ -212,6 +216,14 @@ class TagQueue:
         packed = [each for each in (self.packed, *self._later) if each is not None]
         size = sum(message.length for message in self.messages) + sum(each.left * each.length for each in packed)
         return self.unread, size
+
+    @property
+    def first(self) -> bytes | None:
+        """The first message, which is not taken; None if there is none in memory of ours."""
+        if self.packed is not None:
+            return self.packed.first
+        message = self.messages[0] if self.messages else None
+        return message.contents if message is not None and message.state is State.READY else None
 
     # ---- messages arrive ----
 

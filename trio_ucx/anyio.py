@@ -25,6 +25,7 @@ from anyio.abc import ByteStream, Listener, SocketAttribute, TaskGroup
 import trio_ucx
 
 from ._unix import PREFIX
+from .ucp._util import refuse_copy
 
 __all__ = ["UCXListener", "UCXStream"]
 
@@ -50,6 +51,8 @@ class UCXStream(ByteStream):
     """
 
     connection: trio_ucx.Connection
+
+    __reduce_ex__ = refuse_copy
 
     def __init__(self, connection: trio_ucx.Connection) -> None:
         self.connection = connection
@@ -124,6 +127,8 @@ class UCXListener(Listener[UCXStream]):
     """
 
     listener: trio_ucx.Listener
+
+    __reduce_ex__ = refuse_copy
 
     def __init__(self, listener: trio_ucx.Listener) -> None:
         self.listener = listener

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import itertools
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import trio
+from helpers import until
 
 import trio_ucx
 from trio_ucx import mesh, ucp
@@ -102,6 +104,33 @@ async def test_report_says_whose_connections_they_are(tmp_path: Path) -> None:
             for what in ("the connection", "the control connection"):
                 assert f"belongs to a group: {what} with rank {rank}" in text
         assert "needs an aclose" not in text
+
+
+async def test_report_names_the_operation_that_waits_and_the_rank(tmp_path: Path) -> None:
+    """Ranks that disagree about what comes next: the usual hang of such programs."""
+
+    async def body(group: mesh.Group) -> None:
+        if group.rank == 1:
+            await group.barrier()
+            return
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(partial(group.receive, 1, tag=5))
+
+                def causes() -> list[str]:
+                    lines = [line.strip() for line in trio_ucx.report().splitlines()]
+                    return [line for line in lines if line.startswith("=>")]
+
+                await until(lambda: sorted(causes()) == expected)
+                scope.cancel()
+        await group.barrier()
+
+    expected = [
+        "=> rank 1 is in a barrier (collective operation 1), which this rank has not begun: all ranks must call the "
+        "same ones in the same order",
+        "=> this rank is in a barrier (collective operation 1), and waits for rank 0, which has not come to it",
+    ]
+    await run_ranks(tmp_path, 2, body)
 
 
 async def test_send_receive_in_a_ring(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import re
@@ -16,6 +17,7 @@ from .._native import ucx
 from .._version import __version__
 from ..ucp import Context, UCXError, open_context
 from ..ucp._quirks.default_options import DEFAULT_OPTIONS
+from ..ucp._quirks.log import logger
 from ..ucp._quirks.option_limits import OptionError
 from .privileges import Privileges, look
 
@@ -84,8 +86,9 @@ def collect() -> dict[str, Any]:
     enabled: list[tuple[str, str]] = []
     config: dict[str, str] = {}
     chosen: dict[str, str] = {}
+    log = _Log()
     try:
-        with open_context() as context:
+        with log, open_context() as context:
             enabled = resources(context)
             config, chosen = effective_config(context)
             defaults = [_default(name, value, context) for name, value in DEFAULT_OPTIONS.items()]
@@ -104,12 +107,30 @@ def collect() -> dict[str, Any]:
             "source": "system" if ucx.system else "PyPI wheel",
         },
         "error": error,
+        "log": log.lines,
         "transports": [attrs.asdict(one) for one in by_transport(present, enabled)],
         "defaults": [attrs.asdict(one) for one in defaults],
         "chosen": chosen,
         "config": config,
         "privileges": attrs.asdict(look()),
     }
+
+
+class _Log(logging.Handler):
+    """Keeps what UCX logs in a block."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> None:
+        logger.addHandler(self)
+
+    def __exit__(self, *_: object) -> None:
+        logger.removeHandler(self)
 
 
 def resources(context: Context) -> list[tuple[str, str]]:
@@ -176,6 +197,8 @@ def as_text(facts: dict[str, Any], full_config: bool) -> str:
         lines.append(f"  {one['name']}={one['value']}  ({state})")
     lines += ["", "What the kernel lets this process do"]
     lines += [f"  {line}" for line in Privileges(**facts["privileges"]).as_lines()]
+    if facts["log"]:
+        lines += ["", "UCX's log", *(f"  {line}" for line in facts["log"])]
     if facts["error"]:
         lines += ["", f"UCX does not start with this configuration: {facts['error']}"]
     elif full_config:

@@ -8,7 +8,6 @@ import math
 import os
 import secrets
 import shlex
-import socket
 import statistics
 import sys
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any
 import attrs
 import trio
 
-from .. import Connection, connect, serve_ucx
+from .. import Connection, NotAdmitted, connect, serve_ucx
 from .._arguments import check_authkey
 from .._version import __version__
 from ..ucp._address import format_address, split_address
@@ -145,7 +144,11 @@ def add_command(commands: Any) -> None:
         if arguments.listen is not None:
             return trio.run(run_server, arguments)
         if arguments.address is not None:
-            return trio.run(tune.run_tune if arguments.tune else run_client, arguments)
+            try:
+                return trio.run(tune.run_tune if arguments.tune else run_client, arguments)
+            except NotAdmitted as error:
+                error.add_note(f"perf takes the key from {AUTHKEY_VARIABLE} or --authkey-file; perf --listen prints it")
+                raise
         return trio.run(run_pair, arguments)
 
     parser.set_defaults(run=run, prog=parser.prog)
@@ -182,12 +185,12 @@ async def run_server(arguments: argparse.Namespace) -> int:
                 print(f"client {connection.remote_address}: {describe(problem)}", file=sys.stderr)
 
     async with chosen_worker(arguments.transports) as worker, trio.open_nursery() as nursery:
-        listeners = await nursery.start(partial(serve_ucx, handle, port, host=host, worker=worker, **credentials))
-        address = format_address(listeners[0].address)
+        server = await nursery.start(partial(serve_ucx, handle, port, host=host, worker=worker, **credentials))
+        address = format_address(server[0].address)
         if arguments.json:
             print(json.dumps({"listening": address, **({"authkey": new_key} if new_key else {})}), flush=True)
         else:
-            print(f"listening at {address}\n{other_side(arguments, listeners[0].address, new_key)}", flush=True)
+            print(f"listening at {address}\n{other_side(arguments, server.address, new_key)}", flush=True)
         if arguments.until_stdin_closes:
             async with trio.lowlevel.FdStream(sys.stdin.fileno()) as stdin:
                 await stdin.receive_some(1)
@@ -197,9 +200,8 @@ async def run_server(arguments: argparse.Namespace) -> int:
 
 def other_side(arguments: argparse.Namespace, address: tuple[str, int], new_key: str | None) -> str:
     """What to type on the other machine."""
-    host = socket.gethostname() if address[0] in ("0.0.0.0", "::") else address[0]
     options = transport_options(arguments.transports)
-    command = shlex.join(["python", "-m", "trio_ucx", "perf", *options, format_address((host, address[1]))])
+    command = shlex.join(["python", "-m", "trio_ucx", "perf", *options, format_address(address)])
     if new_key is not None:
         return f"on the other machine: {AUTHKEY_VARIABLE}={new_key} {command}"
     return f"on the other machine{', with the same key' if arguments.authkey else ''}: {command}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import select
 import socket
 import ssl
-import struct
 from collections.abc import Callable
 
 import trio
@@ -22,13 +21,11 @@ from ..ucp._contained import contained
 from ..ucp._engine.engine import Engine
 from ..ucp._live_handles import live_handles
 from ..ucp._util import ignoring_late_run
-from .control_stream import CHUNK, TLS
+from .control_stream import CHUNK, TLS, peer_credentials
 from .exchange import Event, Exchange, Refused
 from .peer_description import PeerDescription
 
 _EVENTS = 64
-#: The kernel's struct ucred.
-_CREDENTIALS = struct.Struct("=iII")
 
 
 class ControlSocket:
@@ -111,9 +108,7 @@ class ControlSocket:
         uid: int | None = None
         gid: int | None = None
         if self._socket.family == socket.AF_UNIX:
-            pid, uid, gid = _CREDENTIALS.unpack(
-                self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
+            pid, uid, gid = peer_credentials(self._socket)
         certificate = None if self._tls is None else self._tls.object.getpeercert()
         return PeerInfo(
             certificate=certificate or None,

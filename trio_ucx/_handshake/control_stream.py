@@ -33,6 +33,8 @@ CHUNK = 2048
 MAX_TLS_BYTES = 2**19
 #: The first bytes of a TLS client: a handshake record.
 _TLS_RECORD = b"\x16\x03"
+#: The kernel's struct ucred.
+_CREDENTIALS = struct.Struct("=iII")
 
 
 class TLS:
@@ -241,11 +243,16 @@ def _address(name: object) -> Address:
     return (f"unix:{name}", 0) if isinstance(name, str) and name else None
 
 
+def peer_credentials(control: trio.socket.SocketType | socket.socket) -> tuple[int, int, int]:
+    """The pid, uid and gid of the process at the other end of a Unix socket."""
+    pid, uid, gid = _CREDENTIALS.unpack(control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid, gid
+
+
 def source_of(control: trio.socket.SocketType) -> bytes | int:
     """The source of a client: its IPv4 address, its IPv6 /64 network, or its user."""
     if control.family == socket.AF_UNIX:
-        _, uid, _ = struct.unpack("3i", control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return int(uid)
+        return peer_credentials(control)[1]
     ip = ipaddress.ip_address(control.getpeername()[0].partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         return ip.packed[:8] if ip.ipv4_mapped is None else ip.ipv4_mapped.packed

@@ -409,12 +409,10 @@ class Exchange:
     def _compare_authkeys(self, has_authkey: bool) -> None:
         if self._authkey is not None and not has_authkey:
             raise Refusal(
-                f"this {self._side} wants an authkey, and its peer has none: both sides need the same authkey="
+                f"this {self._side} wants an authkey, and its peer has none: both sides need the same authkey"
             )
         if self._authkey is None and has_authkey:
-            raise Refusal(
-                f"this {self._side} has no authkey, and its peer wants one: both sides need the same authkey="
-            )
+            raise Refusal(f"this {self._side} has no authkey, and its peer wants one: both sides need the same authkey")
 
     @property
     def _side(self) -> str:

@@ -6,7 +6,6 @@ data ports and shared-memory queue must work, and it must be able to make an end
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Collection
 
 from .. import _wire as wire
@@ -15,7 +14,9 @@ from .._native import ucx
 from .._version import __version__
 from ..ucp import Feature, Worker
 from ..ucp._engine.engine import Engine
+from ..ucp._process import host_name
 from ..ucp._quirks.network_devices import at_control_socket, names_devices
+from ..ucp._quirks.option_limits import OptionError
 from ..ucp._tag import check_claim
 from .control_sockets import ControlSockets
 from .control_stream import Address
@@ -43,6 +44,11 @@ class Registry:
                 f"Connections need a worker with one RNDV_THRESH (UCX_RNDV_THRESH) for all fabrics, or several of more "
                 f"than {wire.MAX_BATCH}; here the least is {least}: the peer must know which short messages stay "
                 "with their sender"
+            )
+        if worker.context._is_on("UNIFIED_MODE"):
+            raise OptionError(
+                "Connections need a worker without UCX's option UNIFIED_MODE (UCX_UNIFIED_MODE in the environment), "
+                "with which trio_ucx cannot read UCX's addresses"
             )
         worker._engine.key_gate.check_shut()
         check_claim(worker._engine)
@@ -98,6 +104,6 @@ class Registry:
             wish=wish,
             sees_local=sees_local,
             software=SOFTWARE,
-            host_name=socket.gethostname(),
+            host_name=host_name(),
             worker=worker,
         )

@@ -44,6 +44,7 @@ from ..ucp._util import CAPACITY_ERRORS, warn_resource
 from .control_stream import (
     ControlStream,
     local_address,
+    peer_credentials,
     remote_address,
     set_keepalive,
     source_of,
@@ -510,4 +511,6 @@ def _gave_up(event: Event) -> OSError:
 
 def _label(control: trio.socket.SocketType) -> str:
     address = remote_address(control)
-    return "a local process" if address is None else format_address(address)
+    if address is not None:
+        return format_address(address)
+    return f"process {peer_credentials(control)[0] or 'of another PID namespace'}"

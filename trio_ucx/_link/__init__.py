@@ -9,4 +9,5 @@ receiving, closing, link.
 from .conversations import ChannelState as ChannelState
 from .link import Link as Link
 from .link import Options as Options
+from .link import Owner as Owner
 from .transport import Transport as Transport

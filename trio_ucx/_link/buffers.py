@@ -21,6 +21,11 @@ class PackedMessages:
         self._data = data
         self._position = 0
 
+    @property
+    def first(self) -> bytes:
+        """The first of them, which is not taken."""
+        return self._data[self._position : self._position + self.length]
+
     def pop(self) -> bytes:
         """Takes the first of them."""
         start = self._position

@@ -250,7 +250,7 @@ class Closing:
             kind: see ``PeerLost.reason``.
         """
         self._reason = kind
-        error = UCXError(Status.CONNECTION_RESET, f"the peer {self.share.label} {reason}")
+        error = UCXError(Status.CONNECTION_RESET, f"the peer {reason}")
         self.share.fail(error)
 
     def ended(self) -> None:
@@ -273,7 +273,7 @@ class Closing:
 
     def _peer_closed(self) -> None:
         """The peer has closed, and has our ACK: lets go of what it did not take."""
-        error = UCXError(Status.CONNECTION_RESET, f"the peer {self.share.label} has closed")
+        error = UCXError(Status.CONNECTION_RESET, "the peer has closed")
         self.share.fail(error, reusable=self._left_nothing())
 
     def _left_nothing(self) -> bool:

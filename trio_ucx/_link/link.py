@@ -6,7 +6,7 @@ delivers, or the user's task; only the graceful close waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 
 import attrs
@@ -22,6 +22,21 @@ from .closing import Closing
 from .receiving import Receiving
 from .sending import Sending
 from .transport import Transport
+
+
+@attrs.frozen
+class Owner:
+    """What uses a Connection instead of the program, for reports.
+
+    Attributes:
+        name: what to call it. It closes the Connection.
+        queue: the tag queue in which its own messages arrive.
+        causes: returns what it knows of likely causes of a hang, in sentences.
+    """
+
+    name: str
+    queue: int = -1
+    causes: Callable[[], Iterable[str]] = tuple
 
 
 @attrs.frozen
@@ -68,8 +83,7 @@ class Link:
         self.why_not_shared_memory: str | None = None
         self.pings = 0
         self.pongs = 0
-        #: What uses it, for reports: its closing is not the program's.
-        self.owner = ""
+        self.owner: Owner | None = None
         self.on_unclosed: Callable[[], None] | None = None
         self.close_handshake = close_handshake = CloseHandshake()
         threshold = worker.context.rendezvous_threshold or 0

@@ -173,7 +173,7 @@ class Receiving:
 
     def _refuse(self, error: wire.ProtocolError) -> None:
         """Cuts off a peer that does not keep to the protocol."""
-        failure = UCXError(Status.INVALID_PARAM, f"the peer {self.share.label} was cut off: {error}")
+        failure = UCXError(Status.INVALID_PARAM, f"the peer was cut off: {error}")
         failure.__cause__ = error
         self.share.fail(failure)
 

@@ -130,7 +130,7 @@ def _load() -> tuple[Any, Any, UCXLibrary]:
     version = (numbers[0], numbers[1], numbers[2])
     lib.tu_compiled_version(numbers, numbers + 1)
     compiled = (numbers[0], numbers[1])
-    file = ffi.string(lib.tu_library_file()).decode()
+    file = os.fsdecode(ffi.string(lib.tu_library_file()))
     library = UCXLibrary(version, compiled, file, system=Path(file).parent.parent.name != "libucx")
     check_versions(library)
     if not os.environ.get("UCX_LOG_FILE"):  # else the user has chosen where the lines go

@@ -12,4 +12,5 @@ takes copies of what it iterates over, and a part that cannot be read is replace
 """
 
 from .reporting import report as report
+from .reporting import report_as_environment_says as report_as_environment_says
 from .reporting import report_on_signal as report_on_signal

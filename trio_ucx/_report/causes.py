@@ -64,6 +64,8 @@ def of_connection(
         hosts = [host for host in address._tcp_hosts if not is_loopback(host)]
         yield from stopped_process(address.process)
         yield from no_answer(silent_hosts, [*hosts, *(link.remote_address or ())[:1]])
+    if link.owner is not None:
+        yield from link.owner.causes()
     yield from _of_messages(link, [one for one in operations if isinstance(one, SendOperation)])
     ended = link.closing.peer_ended_at
     if link.ending.state is CloseState.CLOSING:
@@ -94,7 +96,8 @@ def _of_messages(link: Link, sends: list[SendOperation]) -> Iterator[str]:
     untaken = sum(not one.accepted for one in list(link.receiving.conversations.channels.values()))
     if untaken and (begun is None or not begun.receives):
         yield f"no task accepts {counted(untaken, 'conversation')} of the peer's (Connection.conversations)"
-    unread = [queue for queue in queues.values() if queue.held[0] and not queue.receives and queue is not begun]
+    others = (begun, queues.get(link.owner.queue) if link.owner is not None else None)
+    unread = [queue for queue in queues.values() if queue.held[0] and not queue.receives and queue not in others]
     empty = [one.number for one in queues.values() if one.receives and not one.held[0] and one.number <= wire.BEGUN]
     large = [send.queue for send in sends if not send.waits_for_credit and credit.stays(send.size)]
     offered = [queue.number for queue in unread if any(message.with_sender for message in list(queue.messages))]

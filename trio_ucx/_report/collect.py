@@ -13,13 +13,15 @@ from typing import Any, TypeVar
 import attrs
 import trio
 
+from .. import _wire as wire
+from .._channels import Channel
 from .._close_handshake import Peer
 from .._connection import Connection
 from .._handshake.client import Connector
 from .._handshake.handshake import Handshake
 from .._handshake.registry import SOFTWARE
 from .._handshake.server import Acceptor
-from .._link import Link
+from .._link import ChannelState, Link
 from .._link.sending import SendOperation
 from .._tag_queue import TagQueue
 from ..ucp._active_messages import ActiveMessages
@@ -30,7 +32,15 @@ from ..ucp._engine.engine import Engine, engines
 from ..ucp._engine.operations import Operation
 from ..ucp._listener import ListenerCore
 from . import causes
-from .frames import TaskPlace, is_outside_library, library_frames, round_of, task_place, tasks_below
+from .frames import (
+    TaskPlace,
+    is_outside_library,
+    library_frames,
+    round_of,
+    task_place,
+    tasks_below,
+    variables_of,
+)
 from .items import MARK, Item, counted, each, item
 from .network import silent_hosts, stopped_process
 
@@ -73,6 +83,8 @@ class _Collector:
         #: The tasks that serve a connection, and those that connect.
         self.handlers: dict[Link, TaskPlace] = {}
         self.connects: dict[Connector, TaskPlace] = {}
+        #: The tasks that have a channel in a variable: of several, the last below the others.
+        self.users: dict[ChannelState, TaskPlace] = {}
 
     @cached_property
     def silent_hosts(self) -> dict[str, int]:
@@ -112,7 +124,10 @@ class _Collector:
         return item("the loop of {thread}", [cause], thread=_thread(thread), seconds=current.seconds)
 
     def task(self, task: trio.lowlevel.Task) -> None:
-        """Finds the tasks that connect, and those that serve a connection."""
+        """Finds the tasks that connect, those that serve a connection, and those that use a channel."""
+        for value in variables_of(task):
+            if type(value) is Channel:
+                self.users[value._talk] = task_place(task)
         for module, variables, runs_program in library_frames(task):
             if module == "trio_ucx._handshake.client":
                 if isinstance(connector := variables.get("self"), Connector):
@@ -214,13 +229,14 @@ class _Collector:
         state = "closing" if link.ending.state is CloseState.CLOSING else peer
         operations: list[Operation] = [*sent.waiting, *link.share.operations.in_order()]
         items = each("a tag", lambda queue: self.tag(link, queue), link.receiving.queues.values())
+        items += each("a channel", self.channel, link.receiving.conversations.channels.values())
         items += each("an operation", self.operation, operations)
         items += self.waiting_tasks(link.share.operations._watchers)
         handler = self.handlers.get(link)
         if handler is not None:
             items.append(item("served by task {task!r}{where}", **attrs.asdict(handler)))
         elif link.owner:
-            items.append(Item(f"belongs to {link.owner}"))
+            items.append(Item(f"belongs to {link.owner.name}"))
         elif not items and link.ending.state is CloseState.OPEN and link.close_handshake.peer is Peer.OPEN:
             text = "no task uses it, and it was not closed: a peer that waits for its end needs an aclose()"
             items.append(Item(text))
@@ -253,6 +269,17 @@ class _Collector:
         receives = each("a receive", self.wait, queue.receives)
         name = causes.queue_name(queue.number)
         return item(text, items=receives, queue=name, tag=queue.number, messages=count, bytes=size)
+
+    def channel(self, talk: ChannelState) -> Item | None:
+        """The task that uses a channel, unless it waits in a call of trio_ucx, which is described by itself."""
+        user = self.users.get(talk)
+        if user is None or user.call is not None or talk.left:
+            return None
+        name = causes.queue_name(talk.into)
+        cause = f"the peer may wait for an answer on {name}: its task {user.task!r} waits for something else"
+        opened_here = not wire.CONVERSATIONS <= talk.into < wire.ANSWERS
+        text = "{queue}: used by task {task!r}{where}"
+        return item(text, [] if opened_here or talk.peer_left else [cause], queue=name, **attrs.asdict(user))
 
     def connect(self, connector: Connector) -> Item:
         over_ucx = f"messages do not get through over UCX ({connector._handshake.route}); a firewall may block them"

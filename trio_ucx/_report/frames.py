@@ -90,6 +90,12 @@ def tasks_below(task: trio.lowlevel.Task | None) -> Iterator[trio.lowlevel.Task]
             waiting += list(nursery.child_tasks)
 
 
+def variables_of(task: trio.lowlevel.Task) -> Iterator[Any]:
+    """The values of the variables in a task's frames."""
+    for frame, _ in task.iter_await_frames():
+        yield from list(frame.f_locals.values())
+
+
 def library_frames(task: trio.lowlevel.Task) -> Iterator[tuple[str, dict[str, Any], bool]]:
     """For each frame of a library in a task: its module, its variables, and whether it waits for the program's code."""
     frames = [frame for frame, _ in task.iter_await_frames()]

@@ -8,6 +8,7 @@ write to a file.
 from __future__ import annotations
 
 import json as json_format
+import logging
 import os
 import select
 import signal
@@ -20,8 +21,12 @@ from typing import TextIO
 
 from .collect import collect
 
+logger = logging.getLogger("trio_ucx")
+
 #: Seconds for which a reader may be slow.
 _PATIENCE = 5.0
+#: Environment variable: the signal for which each process that imports trio_ucx writes its report.
+VARIABLE = "TRIO_UCX_REPORT"
 #: What can be asked for.
 KINDS = ("text", "json")
 
@@ -73,6 +78,8 @@ def report_on_signal(signum: int = signal.SIGUSR1, file: TextIO | None = None) -
     then, but with CPython 3.12 and 3.13 it can crash a process that runs.) When the signal interrupts a call of
     trio_ucx, UCX's words are missing.
 
+    Importing trio_ucx calls it if TRIO_UCX_REPORT in the environment names a signal: ``USR1``, say.
+
     It replaces the signal's handler. Called again for the same signal, it replaces the file.
 
     Args:
@@ -95,6 +102,25 @@ def report_on_signal(signum: int = signal.SIGUSR1, file: TextIO | None = None) -
         _marks[signum] = os.memfd_create(mark_of(signum))
     _files[signum] = file
     signal.signal(signum, _answer)
+
+
+def report_as_environment_says() -> None:
+    """Calls :func:`report_on_signal` for the signal that the environment variable TRIO_UCX_REPORT names: USR1, say.
+
+    Raises:
+        ValueError: it names none.
+    """
+    name = os.environ.get(VARIABLE, "")
+    if not name:
+        return
+    try:
+        signum = signal.Signals[f"SIG{name.upper().removeprefix('SIG')}"]
+    except KeyError:
+        raise ValueError(f"{VARIABLE}={name} in the environment is not the name of a signal: write USR1") from None
+    try:
+        report_on_signal(signum)
+    except (ValueError, OSError, RuntimeError) as error:
+        logger.warning("%s=%s has no effect: %s", VARIABLE, name, error)
 
 
 def _answer(signum: int, frame: FrameType | None) -> None:

@@ -23,7 +23,7 @@ from .._open import open_ucx_stream
 from .._serve import open_ucx_listeners
 from ..ucp import Worker
 from ..ucp._address import format_address
-from ..ucp._process import this_host
+from ..ucp._process import host_name, this_host
 from ..ucp._quirks.address_layout import is_loopback
 from ..ucp._util import printable
 from . import _meeting_file
@@ -67,7 +67,7 @@ def _machine() -> str:
 def _own_hosts(worker: Worker) -> list[str]:
     """Where other hosts may reach this one: the addresses of UCX's TCP devices, and its name."""
     hosts = worker._engine.identity.address._tcp_hosts
-    return [host for host in hosts if not is_loopback(host)] + [socket.gethostname()]
+    return [host for host in hosts if not is_loopback(host)] + [host_name()]
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from .._arguments import ConnectionOptions, check_authkey, check_worker
 from .._serve import open_ucx_listeners
 from ..ucp import Worker
 from ..ucp._contained import report
-from ..ucp._util import check_timeout, protected_asynccontextmanager
+from ..ucp._util import check_in_trio, check_timeout, protected_asynccontextmanager
 from ._contact import open_meeting_point, reach_rank_0
 from ._errors import RankLostError, again
 from ._group import Group
@@ -73,10 +73,11 @@ async def join(
         NotAdmitted: the authkeys differ; or there is none, and rank 0 runs on another host or as another user. The
             logger ``trio_ucx`` warns at once, but the rank tries again until ``timeout``: an earlier group or a
             stranger may have the port for a moment.
-        RuntimeError: no launcher's environment was found.
+        RuntimeError: no launcher's environment was found; not in a Trio task.
         OSError: rank 0 cannot listen at the meeting point, or write its file there; or it does not accept this rank.
         TypeError, ValueError: a wrong argument, or a wrong value in the environment.
     """
+    check_in_trio()
     if on_loss not in ("cancel", "continue"):
         raise ValueError(f"on_loss must be 'cancel' or 'continue', not {on_loss!r}")
     for name in options.keys() - ConnectionOptions.__annotations__.keys():

@@ -9,9 +9,9 @@ Besides the program's messages, a connection carries a :class:`trio_ucx.Channel`
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import attrs
@@ -21,10 +21,12 @@ from trio.lowlevel import enable_ki_protection
 from .._channels import Channel
 from .._connection import Connection
 from .._errors import ServerFull
+from .._link import Owner
 from .._listener import Listener
 from .._open import open_ucx_stream
 from ..ucp import Worker
 from ..ucp._engine.waits import Signal
+from ..ucp._process import host_name
 from ..ucp._status import Error
 from ..ucp._util import CAPACITY_ERRORS
 from ._members import Members
@@ -47,9 +49,9 @@ def has_left() -> trio.ClosedResourceError:
     return trio.ClosedResourceError("this rank has left the group")
 
 
-def owned(connection: Connection, what: str) -> None:
-    """Says in reports what a connection is."""
-    connection._link.owner = f"a group: {what}"
+def owned(connection: Connection, what: str, **more: Any) -> None:
+    """Says in reports what a connection is; ``more`` is for :class:`Owner`."""
+    connection._link.owner = Owner(f"a group: {what}", **more)
 
 
 @attrs.define(eq=False)
@@ -62,9 +64,11 @@ class Link:
         outbox: messages of collectives that the peer's window has no room for.
         pending: messages of collectives that arrived too early.
         connecting: whether this rank is opening the connection.
+        causes: returns why a collective operation with this rank may hang, in sentences.
     """
 
     rank: int
+    causes: Callable[[Link], Iterable[str]]
     ready: trio.Event = attrs.field(factory=trio.Event)
     channel: Channel | None = None
     outbox: list[bytes] = attrs.field(factory=list)
@@ -77,7 +81,8 @@ class Link:
         return None if self.channel is None else self.channel.connection
 
     def establish(self, channel: Channel) -> None:
-        owned(channel.connection, f"the connection with rank {self.rank}")
+        causes = partial(self.causes, self)
+        owned(channel.connection, f"the connection with rank {self.rank}", queue=channel._talk.into, causes=causes)
         self.channel = channel
         self.ready.set()
 
@@ -95,6 +100,14 @@ class Link:
         assert self.connection is not None
         with self.connection._link.receiving.watching((tag,), signal):
             yield
+
+    @property
+    def first(self) -> bytes | None:
+        """The next message of collectives, which is not taken; None if it is not there."""
+        if self.pending or self.channel is None:
+            return self.pending[0] if self.pending else None
+        queue = self.channel.connection._link.receiving.queues.get(self.channel._talk.into)
+        return None if queue is None else queue.first
 
     def take(self) -> bytes | None:
         """Takes the next message of collectives if it is there; see :meth:`Receiving.take_ready`."""
@@ -135,6 +148,8 @@ class Links:
         self.leaving = False
         #: The host at which this rank has reached rank 0.
         self.meeting_host = "127.0.0.1"
+        #: See :class:`Link`.
+        self.causes: Callable[[Link], Iterable[str]] = lambda link: ()
         #: Called when a connection was made.
         self.on_established: Callable[[], None] = lambda: None
         members.on_change.append(self._member_changed)
@@ -148,14 +163,14 @@ class Links:
 
     def hello(self, to: int, port: int = 0, seconds: float = 0) -> Hello:
         """The first message of a connection to a rank."""
-        members, host, pid = self.members, socket.gethostname(), os.getpid()
+        members, host, pid = self.members, host_name(), os.getpid()
         who = members.name, members.member(members.rank), host, pid
         return Hello(members.rank, to, members.size, port, seconds, members.on_loss, *who)
 
     def link(self, rank: int) -> Link:
         link = self.by_rank.get(rank)
         if link is None:
-            link = self.by_rank[rank] = Link(rank)
+            link = self.by_rank[rank] = Link(rank, lambda link: self.causes(link))
         return link
 
     async def connected(self, rank: int) -> Link:

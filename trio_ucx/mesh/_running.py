@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 import attrs
@@ -13,7 +13,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from ..ucp._status import MessageTooLong
-from ._collectives import Post, Steps
+from ._collectives import Post, Steps, Take
 from ._errors import RankLostError
 from ._links import GONE, Link, Links
 from ._members import Members
@@ -80,6 +80,23 @@ class Collectives:
         #: Where tasks wait for progress in the background.
         self._progress = trio.lowlevel.ParkingLot()
         members.on_change.append(self._interrupt)
+        links.causes = self._causes
+
+    def _causes(self, link: Link) -> Iterator[str]:
+        """Why an operation with a rank may hang, for reports."""
+        message, call = link.first, self._current
+        if message is not None:
+            generation, number, kind = _HEAD.unpack_from(message)
+            if (generation, number) > (self._generation, self._number):
+                yield (
+                    f"rank {link.rank} is in a {KINDS[kind]} (collective operation {number}), which this rank has not "
+                    "begun: all ranks must call the same ones in the same order"
+                )
+        elif call is not None and isinstance(call.step, Take) and call.step.rank == link.rank:
+            yield (
+                f"this rank is in a {KINDS[call.kind]} (collective operation {call.number}), and waits for rank "
+                f"{link.rank}, which has not come to it"
+            )
 
     def _interrupt(self, rank: int) -> None:
         """When a rank is lost, all operations that were called before fail. Nobody would receive their messages."""

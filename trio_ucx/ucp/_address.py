@@ -60,13 +60,28 @@ def split_address(address: SocketAddress, *, other: str = "a WorkerAddress") -> 
             f"an address is 'host:port', '[v6]:port', (host, port) or {other}, not {type(address).__name__}"
         )
     host, colon, text = address.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
+    problem = "" if host and text.isascii() and text.isdecimal() else "is not an address"
+    if "://" in address:
+        problem = "has a scheme, which is no part of an address"
+    elif not colon or address.endswith("]"):
+        problem = "has no port"
+    elif host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        raise ValueError(f"write an IPv6 address with brackets: [{address}]:port, or [{host}]:{text}")
-    if not colon or not host or not text.isascii() or not text.isdecimal():
-        raise ValueError(f"{address!r} is not an address: write 'host:port' or '[v6 address]:port'")
+        meant = [f"[{address}]:port"] * _is_ipv6(address) + [f"[{host}]:{text}"] * _is_ipv6(host)
+        if meant:
+            raise ValueError(f"write an IPv6 address with brackets: {' or '.join(meant)}")
+        problem = "is not an address"
+    if problem:
+        raise ValueError(f"{address!r} {problem}: write 'host:port' or '[v6 address]:port'")
     return host, check_integer(int(text), "the port", 0, 65535)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text.partition("%")[0]).version == 6
+    except ValueError:
+        return False
 
 
 def numeric(host: str, port: int) -> Resolved | None:

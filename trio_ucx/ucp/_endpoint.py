@@ -251,7 +251,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     def _check(self) -> None:
         self._core.engine.check()
         if self._scope.ending.state is not CloseState.OPEN:
-            raise trio.ClosedResourceError("this endpoint was closed")
+            raise trio.ClosedResourceError(f"this {self._scope.NAME} was closed")
         self._scope.check()
 
     @enable_ki_protection

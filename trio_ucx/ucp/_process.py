@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from functools import lru_cache
 from pathlib import Path
 
@@ -97,6 +98,11 @@ def is_stopped(pid: int) -> bool:
 def _stat(pid: int) -> list[str]:
     """What the kernel says about a process: the fields of ``/proc/PID/stat`` from its state on."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def host_name() -> str:
+    """The name of this host; bytes that are not UTF-8 become U+FFFD."""
+    return os.fsencode(socket.gethostname()).decode(errors="replace")
 
 
 def this_process() -> Process:

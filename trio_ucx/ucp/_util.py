@@ -25,7 +25,11 @@ CAPACITY_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENO
 
 
 class OpenedNotConstructed(ABCMeta):
-    """For classes whose objects come from a function that opens them: calling the class is refused."""
+    """For the classes of handles, which a function opens: calling the class, copying and pickling are refused."""
+
+    def __init__(cls, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        cls.__reduce_ex__ = refuse_copy  # type: ignore[assignment,method-assign]
 
     def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError(
@@ -35,6 +39,14 @@ class OpenedNotConstructed(ABCMeta):
 
     def _create(cls: type[T], *args: Any, **kwargs: Any) -> T:
         return super().__call__(*args, **kwargs)  # type: ignore[misc, no-any-return]
+
+
+def refuse_copy(handle: object, protocol: object) -> NoReturn:
+    """``__reduce_ex__`` of handles, which ``copy`` and ``pickle`` call: a copy would close what the original uses."""
+    name = f"{type(handle).__module__}.{type(handle).__qualname__}"
+    raise TypeError(
+        f"a {name} cannot be copied or pickled: it stands for a resource of this process. Pass the object itself"
+    )
 
 
 def check_in_trio() -> None:

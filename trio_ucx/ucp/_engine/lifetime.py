@@ -8,6 +8,7 @@ is a plain function, which async generators that are finalised after the system 
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -82,6 +83,10 @@ def _create_worker(context: Context, native: Any, name: str | None, client_id: i
         raise _no_free_port(context)
     if status != Status.OK:
         descriptors.require(context._descriptors_per_worker, doing)  # another thread may have taken the descriptors
+        if not os.path.exists("/proc/self"):
+            raise FileNotFoundError(
+                errno.ENOENT, "UCX cannot create a worker: the proc file system is missing (mount -t proc proc /proc)"
+            )
         creating = with_chosen_options("creating a worker", context.config)
         raise shared_memory.explain(status, creating, context._options_in_force)
     return out[0]

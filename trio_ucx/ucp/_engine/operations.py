@@ -261,6 +261,8 @@ class Scope:
         operations: those that belong to it.
     """
 
+    #: What it is, for messages.
+    NAME = "endpoint"
     __slots__ = (
         "__weakref__",
         "ending",
@@ -324,7 +326,7 @@ class Scope:
         """
         error = self.ending.broken(self.label, origin)
         if error is None and self.handle is None:
-            return trio.ClosedResourceError("this endpoint was closed")
+            return trio.ClosedResourceError(f"this {self.NAME} was closed")
         return error
 
     def error_of(self, status: int, doing: str) -> Exception:

@@ -26,6 +26,7 @@ class Share(Scope):
         on_internal_error: called with an exception in our own code, instead of failing.
     """
 
+    NAME = "connection"
     __slots__ = ("_endpoint", "on_end", "on_internal_error")
 
     def __init__(self, endpoint: EndpointCore, label: str) -> None:

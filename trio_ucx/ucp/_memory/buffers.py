@@ -18,7 +18,7 @@ from trio.lowlevel import enable_ki_protection
 from ..._native import ffi, lib
 from . import cuda as _cuda
 from .foreign import Array, DeviceBuffer, MemoryType, array_of, on_device
-from .pointers import refuse_pointers
+from .pointers import check_elements
 from .protocols import SupportsBuffer, SupportsCudaArray, SupportsDLPack, SupportsWritableBuffer
 from .strided import Strided, StridedMemory
 
@@ -48,7 +48,7 @@ _UNKNOWN, _HOST = lib.TU_MEMORY_UNKNOWN, lib.TU_MEMORY_HOST
 def _export(data: Any, writable: bool) -> Any:
     """The pinned memory of one object: a cffi export, or one of the classes here and in ``_strided``."""
     if type(data) not in _HOST_TYPES:
-        refuse_pointers(data, "receive into" if writable else "send")
+        check_elements(data, "receive into" if writable else "send")
     try:
         return ffi.from_buffer("char[]", data, writable)
     except (TypeError, ValueError, BufferError) as error:

@@ -149,7 +149,9 @@ def _from_cuda_interface(data: object, interface: Any) -> Array:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"the __cuda_array_interface__ of {type(data).__name__} is wrong: {error!r}") from error
     if interface.get("mask") is not None:
-        raise ValueError(f"{type(data).__name__} has a mask: send its data and its mask by themselves")
+        raise TypeError(
+            f"the bytes of this {type(data).__name__} are without its mask: send its data and its mask, one by one"
+        )
     strides = None if strides is None else tuple(strides)
     address = address or 0
     if not address or 0 in shape:

@@ -1,4 +1,5 @@
-"""Refuses buffers whose elements are, or contain, pointers: numpy's arrays of objects, ctypes pointers.
+"""Refuses buffers whose bytes do not say what they are: of elements that are, or contain, pointers (numpy's arrays of
+objects, ctypes pointers), and of masked arrays.
 
 A peer's bytes must not become pointers of this process, nor the other way round. So the type of the elements is
 checked: numpy's dtype, the type of a ctypes object, or else the format of the buffer protocol (PEP 3118).
@@ -21,13 +22,20 @@ _CTYPES: tuple[type, ...] = (ctypes._Pointer, ctypes.CFUNCTYPE(None).__mro__[1])
 _SIMPLE = frozenset("OPzZ")
 
 
-def refuse_pointers(data: Any, purpose: str) -> None:
-    """Refuses a buffer with pointers.
+def check_elements(data: Any, purpose: str) -> None:
+    """Refuses a buffer with pointers, or a mask.
 
     Raises:
-        TypeError: its elements are, or contain, pointers.
+        TypeError: its elements are, or contain, pointers; its buffer is without its mask.
     """
-    if type(data) not in _PLAIN and has_pointers(data):
+    if type(data) in _PLAIN:
+        return
+    if isinstance(getattr(type(data), "mask", None), property):  # numpy's masked arrays, and astropy's
+        raise TypeError(
+            f"cannot {purpose} this {type(data).__name__}: its mask is not part of its bytes. Use its data and its "
+            "mask, one by one, or an array without a mask"
+        )
+    if has_pointers(data):
         raise TypeError(
             f"cannot {purpose} this {type(data).__name__}: its elements are, or contain, pointers (Python objects, "
             "say), which mean nothing in another process"

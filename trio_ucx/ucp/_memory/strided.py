@@ -10,7 +10,7 @@ from trio.lowlevel import enable_ki_protection
 
 from ..._native import ffi, lib
 from .foreign import Array, MemoryType, array_of, on_device
-from .pointers import refuse_pointers
+from .pointers import check_elements
 from .protocols import SupportsBuffer, SupportsDLPack
 
 
@@ -107,7 +107,7 @@ class StridedMemory:
         self._keep: object = None
         self.native: Any = ffi.NULL
         purpose, name = "receive into" if writable else "send", type(strided.array).__name__
-        refuse_pointers(strided.array, purpose)
+        check_elements(strided.array, purpose)
         try:
             array = _exported(strided.array, writable)
             if array is None:

@@ -121,7 +121,7 @@ class KeyGate:
             raise PermissionError(
                 errno.EPERM,
                 f"strangers cannot be kept away from UCX's TCP ports, because {self.obstacle}. Use UCX 1.13 to 1.22 as "
-                'a shared library, without UCX_UNIFIED_MODE, or a worker without TCP (config={"TLS": "sm,self"})',
+                'a shared library, or a worker without TCP (config={"TLS": "sm,self"})',
             )
 
     def let_in(self, pair: KeyPair, address: WorkerAddress | None) -> Admission:

@@ -121,7 +121,7 @@ def _log_lines(reader: int) -> None:
 
 def _log(line: Any) -> None:
     if line.number == 0:
-        own_logger.info("%s", ffi.string(line.text).decode())
+        own_logger.info("%s", ffi.string(line.text).decode(errors="replace"))
         return
     level = _level(line.level)
     if level > logging.DEBUG and _is_harmless(line):

@@ -20,7 +20,7 @@ from .._engine.posting import completed, pending_operation
 from .._engine.waits import Signal
 from .._features import Feature
 from .._memory.buffers import Pinned, WritableContiguous
-from .._memory.pointers import refuse_pointers
+from .._memory.pointers import check_elements
 from .._memory.protocols import SupportsBuffer
 from .._memory.registered import Access
 from .._rma.access_paths import Key
@@ -401,7 +401,7 @@ class RequestChain(ChainBuilder):
         """
         self._check_endpoints(endpoint, Feature.AM, "sending active messages")
         fields = {"tag": check_integer(id, "the id", 0, MAX_ID), "reply": int(bool(reply))}
-        refuse_pointers(header, "send")
+        check_elements(header, "send")
         with memoryview(header) as view:
             copied = bytes(view)
         longest = self._engine.identity.attributes.max_am_header
