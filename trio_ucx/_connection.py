@@ -412,8 +412,11 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
         Raises:
             RuntimeError: this side has closed the last channel with this tag, and the peer has not closed its end yet.
+            trio.ClosedResourceError: this connection was closed.
+            trio.BrokenResourceError: this side has closed the last channel with this tag, and the peer is gone.
             TypeError, ValueError: a wrong tag.
         """
+        self._link.check()
         return Channel._create(self, self._link.receiving.conversations.over_tag(check_tag(tag)))
 
     def open_conversation(self) -> Channel:
