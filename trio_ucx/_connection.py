@@ -617,7 +617,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     def abort(self) -> None:
         """Closes by force, at once. A plain function; closed already: no effect.
 
-        Waiting tasks get ``trio.ClosedResourceError``; the peer's get ``trio.BrokenResourceError``.
+        Waiting tasks get ``trio.ClosedResourceError``; the peer's get ``trio.BrokenResourceError``, after what was sent
+        before has arrived or half a second has passed.
 
         Raises: nothing.
         """

@@ -575,6 +575,10 @@ class Receiving:
         """Whether messages are being written to memory."""
         return any(queue.moving for queue in self.queues.values())
 
+    def lacks(self, sent: int) -> bool:
+        """Whether something is on its way of so many messages that the peer has sent."""
+        return self.credit.received < sent or self.transferring()
+
     def peer_ended(self, problem: Exception | None) -> None:
         """No message will arrive any more; ``problem``: the peer was lost."""
         gives_up = problem is not None and self.transferring()
