@@ -351,8 +351,11 @@ class SimulatedTransport(Transport):
                 message.taken()
 
         engine.without_delivery(lambda: self.engine.without_delivery(arrive))
-        if aborted is not None and peer.share.handle is not None:
-            peer.closing.peer_aborted(aborted)
+        if aborted is not None:
+            while peer.transfers or peer.dying:  # the peer waits for them
+                peer.finish_transfer(0)
+            if peer.share.handle is not None:
+                peer.closing.peer_aborted(aborted)
         return True
 
     def finish_transfer(self, which: int) -> bool:

@@ -387,6 +387,27 @@ async def test_channel_over_a_tag(worker: ucp.Worker) -> None:
             client.channel(2**31)
 
 
+@pytest.mark.parametrize("how", ["aborted", "closed"])
+async def test_channel_over_a_tag_of_a_connection_that_has_ended(worker: ucp.Worker, how: str) -> None:
+    """It says so: the peer will never close its end. What had arrived can still be read, by another channel."""
+    async with open_pair(worker) as (client, server):
+        await client.channel(5).aclose()
+        await server.send(b"x", tag=6)
+        if how == "aborted":
+            server.abort()
+            with pytest.raises(trio_ucx.PeerLost):
+                await client.wait_closed()
+        else:
+            await server.aclose()
+        with pytest.raises(trio_ucx.PeerLost if how == "aborted" else trio_ucx.PeerClosed):
+            client.channel(5)
+        assert await client.channel(6).receive() == b"x"
+        client.abort()
+        for tag in (5, 6, 7):
+            with pytest.raises(trio.ClosedResourceError):
+                client.channel(tag)
+
+
 # ---- receive_any ----
 
 

@@ -771,6 +771,7 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
                 with trio.fail_after(15):
                     message = await active.receive()
                 message.release()
+            channel = client.channel(6)
             client.abort()
             endpoint.abort()
             chain.close()
@@ -781,7 +782,6 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
             stream = trio_ucx.anyio.UCXStream(client)
             buffer = bytearray(8)
             atomics = ("add", "and_", "or_", "xor", "fetch_add", "fetch_and", "fetch_or", "fetch_xor", "swap")
-            channel = client.channel(6)
             yield {
                 "Channel.__anext__": lambda: anext(aiter(channel)),
                 "Channel.receive": channel.receive,

@@ -33,6 +33,7 @@ from timing import PROMPT, Stopwatch, cancelled_after
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._link.closing import ABORT_GRACE
 from trio_ucx._native import ucx
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.endpoint_core import WRITING_TIME
@@ -114,6 +115,56 @@ async def test_peer_that_aborts_in_the_middle_of_a_message(worker: ucp.Worker, t
 
 
 @pytest.mark.both_transports
+async def test_abort_after_a_large_message(worker: ucp.Worker, transports: str) -> None:
+    """ABORT arrives before all of a message whose send may have returned: the message is received."""
+    size = 2**23
+    buffer = bytearray(size)
+    got: list[int] = []
+    async with ucp.open_worker(config={"TLS": transports}) as there, open_pair(worker, there) as (client, server):
+        message = pattern(size, 1)
+
+        async def receive() -> None:
+            got.append(await server.receive_into(buffer, tag=1))
+
+        with trio.fail_after(15):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(partial(client.send, message, tag=1))
+                nursery.start_soon(receive)
+                receiving = server._link.receiving
+                await until(receiving.transferring)
+                server._link.closing.peer_aborted(receiving.credit.received)
+            assert got == [size] and buffer == message
+            with pytest.raises(trio_ucx.PeerLost) as caught:
+                await server.receive(tag=1)
+        assert caught.value.reason == "aborted"
+
+
+async def test_abort_in_a_large_message_that_does_not_go_on(worker: ucp.Worker) -> None:
+    """The receiver waits for its rest, for half a second."""
+    size = 2**26
+    async with open_peer("numbered", 1, size, transports="tcp") as peer:
+        address, _ = await peer.hear()
+        async with ucp.open_worker(config={"TLS": "tcp"}) as there:
+            client = await trio_ucx.open_ucx_stream(*address, worker=there)
+            await client.wait_message(tag=1)
+            await peer.stop()
+            try:
+                receiving = client._link.receiving
+                async with trio.open_nursery() as nursery:
+
+                    async def abort() -> None:
+                        await until(receiving.transferring)
+                        client._link.closing.peer_aborted(receiving.credit.received)
+
+                    nursery.start_soon(abort)
+                    with Stopwatch(ABORT_GRACE + PROMPT), pytest.raises(trio_ucx.PeerLost) as caught:
+                        await client.receive_into(bytearray(size), tag=1)
+                assert caught.value.reason == "aborted"
+            finally:
+                peer.resume()
+            client.abort()
+
+
 async def test_peer_that_aborts_and_ends(worker: ucp.Worker, transports: str) -> None:
     """UCX tells that the connection was reset before the control socket is read."""
     reasons = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import perf_counter
 
 import pytest
 import trio
@@ -13,6 +14,7 @@ from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.ucp._tag import post_send
 
 
 class Ticks(trio.abc.Instrument):
@@ -73,6 +75,73 @@ async def test_cancelled_before_the_connection_ended(worker: ucp.Worker, rounds:
             await trio.lowlevel.checkpoint()
         scope.cancel()
         client.abort()  # raises trio.ClosedResourceError in a receive that was not cancelled
+
+
+@pytest.mark.parametrize("rounds", range(1, 6))
+@pytest.mark.parametrize("first", ["cancelled", "arrived"])
+@pytest.mark.parametrize("kind", ["connection", "raw"])
+async def test_a_cancelled_receive_reports_what_it_has_dropped(
+    worker: ucp.Worker, rounds: int, first: str, kind: str
+) -> None:
+    """A message that is too long arrives: it stays, or the receive says that it was dropped, cancelled or not."""
+    scope = trio.CancelScope()
+    raised: list[ucp.UCXError] = []
+
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+
+        async def receive() -> None:
+            with scope:
+                try:
+                    if kind == "raw":
+                        await worker.tag_receive(bytearray(1), 1)
+                    else:
+                        await server.receive(tag=1, max_size=1)
+                except ucp.UCXError as error:
+                    raised.append(error)
+
+        nursery.start_soon(receive)
+        for _ in range(rounds):
+            await trio.lowlevel.checkpoint()
+        [receiver] = nursery.child_tasks
+        if first == "cancelled":
+            scope.cancel()
+        if kind == "raw":
+            post_send(client._link.share, b"too long", 1)
+        else:
+            client.send_nowait(b"too long", tag=1)
+        deadline = perf_counter() + 0.05  # it arrives meanwhile, with no other task running
+        while perf_counter() < deadline:
+            worker._engine.progress()
+        scope.cancel()
+        await until(lambda: receiver not in nursery.child_tasks)
+        if not raised:
+            with trio.fail_after(5):
+                if kind == "raw":
+                    assert await worker.tag_receive(bytearray(10), 1) == (8, 1)
+                else:
+                    assert await server.receive(tag=1) == b"too long"
+
+
+@pytest.mark.parametrize("rounds", range(1, 6))
+async def test_a_loss_that_a_cancelled_task_was_not_told(worker: ucp.Worker, rounds: int) -> None:
+    """Then closing says that what was sent may not have arrived."""
+    scope = trio.CancelScope()
+
+    async def receive(connection: trio_ucx.Connection) -> None:
+        with scope:
+            await connection.receive()
+
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+        await client.send(b"x")
+        nursery.start_soon(receive, client)
+        for _ in range(rounds):
+            await trio.lowlevel.checkpoint()
+        scope.cancel()
+        client._link.closing.cut_off("broken", "is lost")
+        await until(lambda: not nursery.child_tasks)
+        with pytest.raises(trio_ucx.PeerLost, match="may not have been delivered"):
+            await client.aclose()
+        server.abort()
 
 
 async def test_a_poll_finds_what_has_arrived(transports: str) -> None:

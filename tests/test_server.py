@@ -147,16 +147,18 @@ async def test_drain_takes_what_has_arrived(worker: ucp.Worker) -> None:
 async def test_what_is_left_is_cancelled(worker: ucp.Worker, caplog: pytest.LogCaptureFixture) -> None:
     """Also a close that waits for a client which does not acknowledge it."""
     cancelled = 0
+    waiting = False
     never = trio.Event()
 
     async def handler(connection: trio_ucx.Connection) -> None:
-        nonlocal cancelled
+        nonlocal cancelled, waiting
         kind = await connection.receive()
         if kind == b"sends":
             await connection.send(bytes(2**20))  # which nobody receives
         elif kind == b"returns":
             connection.send_nowait(bytes(2**20))
             return
+        waiting = True
         try:
             await never.wait()
         except trio.Cancelled:
@@ -168,16 +170,44 @@ async def test_what_is_left_is_cancelled(worker: ucp.Worker, caplog: pytest.LogC
         clients = [await trio_ucx.open_ucx_stream(*server.address, worker=worker) for _ in kinds]
         for client, kind in zip(clients, kinds, strict=True):
             await client.send(kind)
-        await until(lambda: len(server.connections) == 3)
         for client in clients[1:]:
             await client.wait_message()
+        await until(lambda: len(server.connections) == 2 and waiting)
         with Stopwatch(0.2 + 1.0):
-            assert await server.drain(0.2) == 3
+            assert await server.drain(0.2) == 2  # one has returned
         assert cancelled == 1 and not server.connections
         for client in clients:
             with pytest.raises(trio_ucx.PeerLost) as caught:
                 await client.wait_closed()
             assert caught.value.reason == "aborted"
+            client.abort()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_drain_does_not_wait_for_clients(worker: ucp.Worker, answers: bool) -> None:
+    """A handler has returned, and its client is busy. ``serve_ucx`` waits for the client, until the timeout."""
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        connection.send_nowait(bytes(2**20))
+        with pytest.raises(trio.EndOfChannel):
+            await connection.receive()
+
+    with Stopwatch(10):
+        async with serving(handler, worker, close_timeout=20) as server:
+            client = await trio_ucx.open_ucx_stream(*server.address, worker=worker)
+            await client.wait_message()
+            with Stopwatch(0.5):
+                assert await server.drain(15 if answers else 0.6) == 0
+            assert not server.connections and server._running
+            if answers:
+                assert await client.receive() == bytes(2**20)
+                with pytest.raises(trio.EndOfChannel):
+                    await client.receive()
+            else:
+                with pytest.raises(trio_ucx.PeerLost) as caught:
+                    await client.wait_closed()
+                assert caught.value.reason == "aborted"
+            await until(lambda: not server._running)
             client.abort()
 
 

@@ -412,8 +412,11 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
         Raises:
             RuntimeError: this side has closed the last channel with this tag, and the peer has not closed its end yet.
+            trio.ClosedResourceError: this connection was closed.
+            trio.BrokenResourceError: this side has closed the last channel with this tag, and the peer is gone.
             TypeError, ValueError: a wrong tag.
         """
+        self._link.check()
         return Channel._create(self, self._link.receiving.conversations.over_tag(check_tag(tag)))
 
     def open_conversation(self) -> Channel:
@@ -614,7 +617,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     def abort(self) -> None:
         """Closes by force, at once. A plain function; closed already: no effect.
 
-        Waiting tasks get ``trio.ClosedResourceError``; the peer's get ``trio.BrokenResourceError``.
+        Waiting tasks get ``trio.ClosedResourceError``; the peer's get ``trio.BrokenResourceError``, after what was sent
+        before has arrived or half a second has passed.
 
         Raises: nothing.
         """

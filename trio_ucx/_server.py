@@ -41,11 +41,12 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
     _listeners: tuple[Listener, ...]
     _handler: Handler
     _on_error: OnHandlerError
-    #: The connections that are served, and what cancels their handlers.
+    #: The connections whose handlers run, and those that close because theirs have ended; what cancels each.
     _handlers: dict[Connection, trio.CancelScope] = attrs.field(factory=dict, init=False)
+    _closing: dict[Connection, trio.CancelScope] = attrs.field(factory=dict, init=False)
     _draining: bool = attrs.field(default=False, init=False)
-    #: Whether handlers are cancelled that still run, or begin.
-    _overdue: bool = attrs.field(default=False, init=False)
+    #: When handlers and closes are cancelled: a drain that was not cancelled sets it.
+    _deadline: float = attrs.field(default=math.inf, init=False)
     _changed: trio.lowlevel.ParkingLot = attrs.field(factory=trio.lowlevel.ParkingLot, init=False)
     #: Listeners that accept, and handlers that run.
     _running: int = attrs.field(default=0, init=False)
@@ -68,7 +69,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
 
     @property
     def connections(self) -> tuple[Connection, ...]:
-        """The connections that are being served."""
+        """The connections whose handlers run."""
         return tuple(self._handlers)
 
     @overload
@@ -94,12 +95,12 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
         New clients are refused: their :func:`connect` raises :class:`ServerDraining`. Handlers get what has arrived;
         then their receives end as if the client had closed: ``trio.EndOfChannel``, the end of ``messages()``, ``b""``.
         So a handler that waits for the next request ends, and one that works finishes and answers. Conversations that
-        are open go on until they end. When all handlers have ended, the listeners are closed, and :func:`serve_ucx`
-        returns.
+        are open go on until they end. When all handlers have ended, the listeners are closed. :func:`serve_ucx` returns
+        when the connections are closed, too: it waits for the clients, one of which may be busy.
 
         Args:
-            timeout: seconds after which the handlers that still run are cancelled, and their connections closed by
-                force.
+            timeout: seconds after which the handlers that still run are cancelled, and all connections closed by force,
+                those that this call no longer waits for included.
 
         Returns:
             How many handlers this call has cancelled.
@@ -111,25 +112,24 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
         Raises:
             TypeError, ValueError: a wrong timeout.
         """
-        timeout = check_timeout(timeout, "timeout")
+        deadline = trio.current_time() + check_timeout(timeout, "timeout")
         await trio.lowlevel.checkpoint_if_cancelled()
         self._draining = True
         for listener in self._listeners:
             listener._acceptor.drain()
         for connection in list(self._handlers):
             connection._link.receiving.drain()
-        with trio.move_on_after(timeout):
+        with trio.move_on_at(deadline):
             await self._wait_until(lambda: self._drained)
-        self._overdue = True
+        self._deadline = min(self._deadline, deadline)
         self._close_listeners()
-        left = dict(self._handlers)
-        for scope in left.values():
-            scope.cancel()
-        await self._wait_until(lambda: not self._handlers)
-        for connection in left:
-            connection.abort()  # it may be closing in the background
+        left = len(self._handlers)
+        for scope in (*self._handlers.values(), *self._closing.values()):
+            scope.deadline = self._deadline
+        if left:
+            await self._wait_until(lambda: not self._handlers and not self._closing)
         await trio.lowlevel.checkpoint()
-        return len(left)
+        return left
 
     @property
     def _drained(self) -> bool:
@@ -169,6 +169,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(cancel_with_second)
                 await drain(timeout)
+                await self._wait_until(lambda: not self._closing)
                 second.cancel()
 
     # ---- serving ----
@@ -193,11 +194,9 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
 
     def _begin(self, connection: Connection, handlers: trio.Nursery) -> None:
         self._running += 1
-        self._handlers[connection] = trio.CancelScope()
+        self._handlers[connection] = trio.CancelScope(deadline=self._deadline)
         if self._draining:
             connection._link.receiving.drain()
-        if self._overdue:
-            self._handlers[connection].cancel()
         try:
             handlers.start_soon(self._serve, connection, name=self._handler)
         except BaseException:  # the user's nursery has ended
@@ -208,22 +207,29 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
 
     async def _serve(self, connection: Connection) -> None:
         try:
-            with self._handlers[connection]:
+            with self._handlers[connection] as scope:
                 await self._handle(connection)
+            if scope.cancelled_caught:
+                connection.abort()  # it may be closing in the background
         finally:
             self._forget(connection)
 
     def _forget(self, connection: Connection) -> None:
-        del self._handlers[connection]
+        self._handlers.pop(connection, None)
+        self._closing.pop(connection, None)
         self._ended()
 
     def _ended(self) -> None:
-        """A listener or a handler has ended."""
+        """A listener has ended, or a handler, whose connection is closed."""
         self._running -= 1
-        if self._draining and self._drained:
-            self._close_listeners()
         if not self._running:
             self._signals.cancel()
+        self._look()
+
+    def _look(self) -> None:
+        """Something has ended."""
+        if self._draining and self._drained:
+            self._close_listeners()
         self._changed.unpark_all()
 
     async def _handle(self, connection: Connection) -> None:
@@ -241,6 +247,8 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
                 raise
         if rest is not None and own is not None and not self._takes(connection, rest):
             raise rest  # outside the except block, or the removed errors would be its context
+        self._closing[connection] = self._handlers.pop(connection)
+        self._look()
         try:
             await connection.aclose()
         except trio.BrokenResourceError as error:

@@ -39,7 +39,7 @@ from .transport import Transport
 
 #: Seconds to wait until a peer that has sent GOODBYE has our ACK.
 DONE_TIMEOUT = 1.0
-#: Seconds to wait for messages that a peer had sent before it aborted.
+#: Seconds to wait for messages that a peer had sent before it aborted, and for transfers that are under way then.
 ABORT_GRACE = 0.5
 
 
@@ -284,8 +284,8 @@ class Closing:
         """The peer has closed by force: the control socket says so.
 
         Args:
-            sent: how many messages it had sent before. They may still be on their way over UCX: waits for them, for a
-                moment.
+            sent: how many messages it had sent before. They may still be on their way over UCX, and sends have returned
+                whose data are: waits for them, for a moment.
             refusal: it is a listener, which does not let this side in after all; in words.
         """
         self._aborted = True
@@ -293,15 +293,14 @@ class Closing:
             self._peer_closed()
             return
         self._reason = "aborted"
-        if self._receiving.credit.received < sent:
+        if self._receiving.lacks(sent):
             self.engine.run.spawn(lambda: self._cut_off_later(sent), f"trio_ucx abort of {self.share.label}")
         else:
             self.cut_off("aborted", f"refused the connection: {refusal}" if refusal else "aborted the connection")
 
     async def _cut_off_later(self, sent: int) -> None:
         deadline = trio.current_time() + ABORT_GRACE
-        credit = self._receiving.credit
-        while not self.share.gone and credit.received < sent and trio.current_time() < deadline:
+        while not self.share.gone and self._receiving.lacks(sent) and trio.current_time() < deadline:
             await trio.sleep(0.005)
         if self.engine.usable:
             try:

@@ -117,9 +117,11 @@ class Conversations:
 
         Raises:
             RuntimeError: this side has left the last one, and the peer has not.
+            trio.BrokenResourceError: the same, and the peer has gone.
         """
         talk = self.channels.get(tag) or self._add(tag, tag)
         if talk.left:
+            self._sending.check()
             raise RuntimeError(
                 f"this side has closed its channel with tag {tag}, and the peer has not closed its end yet: use "
                 "another tag, or open_conversation()"

@@ -550,14 +550,23 @@ class Receiving:
     def _end_unserved(self, queue: TagQueue) -> None:
         error = self._end_error(queue)
         if error is not None and queue.fail_unserved(error):
-            self._reported(error)
+            self._failed(error)
         if self.any_waits:
             self.share.operations.changed()  # fewer receives wait there: a message may be left for another
 
     def _reported(self, error: Exception) -> None:
-        """A receive has ended with this error."""
+        """A call raises this error."""
+        self.told(error)
+        self._failed(error)
+
+    def told(self, error: BaseException) -> None:
+        """The user gets this error from a receive."""
         if isinstance(error, trio.BrokenResourceError) and not is_about_a_part(error):
             self.ending.reported = self._over = True
+
+    def _failed(self, error: Exception) -> None:
+        """Receives have ended with this error."""
+        if isinstance(error, trio.BrokenResourceError) and not is_about_a_part(error):
             cause = error.__cause__
             if not self.close_handshake.peer_closes and isinstance(cause, UCXError):
                 self.share.fail(cause)  # UCX has given up a message, and has not said that the endpoint failed
@@ -565,6 +574,10 @@ class Receiving:
     def transferring(self) -> bool:
         """Whether messages are being written to memory."""
         return any(queue.moving for queue in self.queues.values())
+
+    def lacks(self, sent: int) -> bool:
+        """Whether something is on its way of so many messages that the peer has sent."""
+        return self.credit.received < sent or self.transferring()
 
     def peer_ended(self, problem: Exception | None) -> None:
         """No message will arrive any more; ``problem``: the peer was lost."""
@@ -666,6 +679,9 @@ class PendingReceive(Pending):
     def release(self) -> None:
         if self.pins is not None:
             self.pins.release()
+
+    def told(self, error: BaseException) -> None:
+        self._receiving.told(error)
 
     def cancel(self) -> bool:
         self.queue.cancel(self)

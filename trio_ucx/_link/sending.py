@@ -174,7 +174,7 @@ class Sending:
         if verdict < 0:
             error = self.share.error_of(verdict, "sending a message")
             if queue == wire.BATCH:
-                self.send_failed(reported=False)  # the senders of its messages have gone on
+                self.failed += 1  # the senders of its messages have gone on
             else:
                 self.bytes_sent -= len(data)
                 self.refused(queue, len(data), error)
@@ -187,7 +187,9 @@ class Sending:
                 self.engine.keep(verdict, data)
                 raise
         except Exception:
-            self.send_failed(reported=queue != wire.BATCH)
+            self.failed += 1
+            if queue != wire.BATCH:
+                self.ending.reported = True
             raise
         self.engine.progress()
         return send
@@ -318,12 +320,6 @@ class Sending:
         if isinstance(error, trio.BrokenResourceError):
             self.ending.reported = True
 
-    def send_failed(self, *, reported: bool) -> None:
-        """A message that nobody had cancelled was not sent; ``reported``: and its task is told."""
-        self.failed += 1
-        if reported:
-            self.ending.reported = True
-
     # ---- the end ----
 
     def _in_flight(self) -> list[SendOperation]:
@@ -365,7 +361,6 @@ class Sending:
                 send.detach()
         for send in list(self.credit.waiting):
             send.withdraw(problem)
-            self.ending.reported = True
         self.send_waiting()
 
     def end_waits(self, error: Exception) -> None:
@@ -467,8 +462,14 @@ class SendOperation(Operation):
 
     def finish(self, result: Outcome[Any]) -> None:
         if self.id and self.outcome is None and isinstance(result, Error) and not self.cancelled:
-            self.sending.send_failed(reported=self.awaited or self.notify is not None)
+            self.sending.failed += 1
         super().finish(result)
+
+    def told(self, error: BaseException) -> None:
+        if self.id and not self.cancelled:
+            self.sending.ending.reported = True  # whatever the error says
+        else:
+            super().told(error)
 
     def cancel(self) -> bool:
         if self.outcome is not None:

@@ -11,7 +11,7 @@ import enum
 
 import trio
 
-from .._status import Origin, Status, UCXError, broken
+from .._status import Origin, Status, UCXError, broken, is_about_a_part
 
 
 class CloseState(enum.Enum):
@@ -53,9 +53,9 @@ class Ending:
         self.state = CloseState.CLOSING
         return True
 
-    def note(self, error: Exception) -> None:
+    def note(self, error: BaseException) -> None:
         """An operation of the user's raises this error. Other errors than a broken connection do not count."""
-        if isinstance(error, trio.BrokenResourceError):
+        if isinstance(error, trio.BrokenResourceError) and not is_about_a_part(error):
             self.reported = True
 
     def broken(self, label: str, origin: Origin | None = None) -> trio.BrokenResourceError | None:

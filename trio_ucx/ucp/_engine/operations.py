@@ -78,13 +78,11 @@ class Operation(Pending):
         elif status == Status.CANCELED and self._raise_cancel is not None:
             self.finish_cancelled()
         else:
-            self.fail(self.error(status))
+            self.finish(Error(self.error(status)))
 
-    def fail(self, error: Exception) -> None:
-        """Finishes with an error. Its scope records whether a task gets that error."""
-        if self.scope is not None and self.outcome is None and (self.awaited or self.notify is not None):
+    def told(self, error: BaseException) -> None:
+        if self.scope is not None:
             self.scope.ending.note(error)
-        self.finish(Error(error))
 
     def value(self, length: int, tag: int) -> Any:
         return None
@@ -243,7 +241,7 @@ class OperationSet:
             if operation.outcome is None and not operation.detached:
                 error = problem()
                 assert error is not None
-                operation.fail(error)
+                operation.finish(Error(error))
                 operation.detach()
 
         for operation in list(self.pending):

@@ -51,6 +51,9 @@ _ALONE = 25e-6
 #: machine: another one is measured, up to so many in all.
 _SURELY_OTHERS = 100e-6
 _MEASURED = 3
+#: They say that something has ended, and are raised again by the next call: a cancellation may come before them. Any
+#: other error is the outcome of one operation, which may have used up a message, and is raised once.
+_ENDED = (trio.ClosedResourceError, trio.BrokenResourceError, trio.EndOfChannel)
 
 
 class Pending:
@@ -90,9 +93,14 @@ class Pending:
             trio.lowlevel.reschedule(task, Value(None))
             if parked_at is not None:
                 parked_at.woken += 1
+            if isinstance(result, Error):
+                self.told(result.error)
         notify, self.notify = self.notify, None
         if notify is not None:
             notify(self)
+
+    def told(self, error: BaseException) -> None:
+        """The user gets this error. May be called twice. (A task that polls may get a cancellation instead.)"""
 
     def finish_cancelled(self) -> None:
         """Finishes with the exception that the abort function was given for a cancellation."""
@@ -132,6 +140,7 @@ class Pending:
         """What it finished with, as often as one likes (an Outcome can be unwrapped once)."""
         assert self.outcome is not None
         if isinstance(self.outcome, Error):
+            self.told(self.outcome.error)
             raise self.outcome.error
         assert isinstance(self.outcome, Value)
         return self.outcome.value
@@ -299,7 +308,7 @@ class Waiting:
                 break  # cancelled: parking raises that
             engine.arming.handle(Event.POLLED)  # the progress task need not look
             self._yielded = 0.0  # whatever the yield_interval: deadlines and signals wait
-        if isinstance(pending.outcome, Error):
+        if isinstance(pending.outcome, Error) and isinstance(pending.outcome.error, _ENDED):
             await trio.lowlevel.checkpoint_if_cancelled()  # as a parked task, which gets the cancellation first
 
     async def poll_for_sequences(self) -> None:
