@@ -70,7 +70,9 @@ class BeforeWait(_Hook):
     def before_io_wait(self, timeout: float) -> None:
         engine = self._engine
         try:
-            if engine.batches.batches and (timeout > 0 or perf_counter() - engine.batches.since > MOMENT):
+            if engine.batches.batches and (
+                timeout > 0 or engine.run.clock_jumps or perf_counter() - engine.batches.since > MOMENT
+            ):
                 engine.send_batches()
             engine.arming.before_wait(timeout, batches=bool(engine.batches.batches))
         except BaseException as error:  # Trio would drop this instrument
