@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 #: Seconds of a pause. A queue of shared memory holds 2 MiB, which the peer takes in a few of the shortest ones.
 _SHORTEST, _LONGEST = 0.00005, 0.002
-#: Such a queue holds 256 fragments. When more than this have moved since the last pause, the peer takes them quickly.
-_QUICK = 16
 #: After so many seconds in which nothing has moved, UCX will not become idle any more: it is busy for ever with what it
 #: had for a peer that was killed. The pauses then grow to 0.1 s, and a message may be noticed that late.
 _QUIET, _LONGEST_IF_QUIET = 1.0, 0.1
@@ -199,10 +197,8 @@ class Backoff:
                 and tells nothing else before its end.
         """
         now = monotonic()
-        if moved - self._moved > _QUICK:
-            self.delay = 0.0
         if moved != self._moved:
-            self._moved, self._since = moved, now
+            self._moved, self._since, self.delay = moved, now, 0.0
         quiet = now - self._since > _QUIET
         self.delay = min(max(self.delay * 2, _SHORTEST), _LONGEST_IF_QUIET if quiet else _LONGEST)
         lib.tu_timer_set(self._timer, int(self.delay * 1e9), False)
