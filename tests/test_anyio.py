@@ -127,3 +127,20 @@ def test_asyncio_is_refused(use: Callable[[], Awaitable[Any]]) -> None:
             await use()
 
     anyio.run(main, backend="asyncio")
+
+
+async def test_a_client_is_closed_when_the_task_group_has_ended(worker: ucp.Worker) -> None:
+    async with anyio.create_task_group() as ended:
+        pass
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    with trio.fail_after(20):
+        async with listener, trio.open_nursery() as nursery:
+
+            async def serve() -> None:
+                with pytest.raises(RuntimeError):
+                    await UCXListener(listener).serve(lambda stream: stream.aclose(), ended)
+
+            nursery.start_soon(serve)
+            async with trio_ucx.connect(listener.address, worker=worker) as client:
+                with pytest.raises(trio.BrokenResourceError, match="aborted"):
+                    await client.receive()

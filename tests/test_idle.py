@@ -9,7 +9,8 @@ import time
 import pytest
 import trio
 import trio.testing
-from helpers import open_pair, open_peer, pattern
+from helpers import open_pair, open_peer, pattern, until
+from remote import for_ucx, open_two, open_way
 
 import trio_ucx
 from trio_ucx import ucp
@@ -144,3 +145,54 @@ async def test_client_without_error_handling_leaves_the_server_reachable(worker:
                     await endpoint.flush()
                 endpoint.abort()
             await trio.sleep(0.05)  # the worker has nothing to do
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kind", ["tag", "active message", "put", "get", "chain", "UCX's put"])
+async def test_a_long_transfer_is_not_taken_for_a_quiet_worker(kind: str) -> None:
+    """A large message completes nothing before its end, but its fragments move. The transfer lasts longer than the
+    second after which a worker is quiet: nothing runs for as long.
+    """
+    size = 100 << 20
+    data, there = bytearray(b"x" * size), bytearray(size)
+    async with open_two("sysv,self") as (worker, other), open_way("worker", worker, other) as endpoint:
+        memory = other.context.register(there)
+        descriptor = for_ucx(memory.descriptor) if kind == "UCX's put" else memory.descriptor
+
+        async def receive_active_message() -> None:
+            with other.open_active_messages(1) as messages:
+                await (await messages.receive()).receive_into(there)
+
+        async def put(remote: ucp.RemoteMemory) -> None:
+            await remote.put(data)
+            await remote.flush()
+
+        async def run_chain(remote: ucp.RemoteMemory) -> None:
+            with worker.new_chain() as chain:
+                chain.put(remote, data)
+                await chain.run()
+
+        with memory, endpoint.attach(descriptor) as remote:
+            async with trio.open_nursery() as nursery:
+                if kind == "tag":
+                    nursery.start_soon(other.tag_receive, there, 1)
+                    nursery.start_soon(endpoint.tag_send, data, 1)
+                elif kind == "active message":
+                    nursery.start_soon(receive_active_message)
+                    nursery.start_soon(endpoint.am_send, 1, data)
+                elif kind == "get":
+                    there[:] = data
+                    data[:] = bytes(size)
+                    nursery.start_soon(remote.get_into, data)
+                elif kind == "chain":
+                    nursery.start_soon(run_chain, remote)
+                else:
+                    nursery.start_soon(put, remote)
+                sender = other if kind == "get" else worker
+                before = sender.statistics().backoffs
+                await until(lambda: sender.statistics().backoffs > before)
+                time.sleep(1.1)
+                began = time.monotonic()
+            took = time.monotonic() - began
+            assert there == data == b"x" * size
+            assert took < 2, f"{took} s"  # with pauses of 0.1 s it takes at least 4

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
+import sys
+from functools import partial
+from types import FrameType
+from typing import Any
 
 import pytest
 import trio
-from helpers import Peer, open_peer
+from helpers import Peer, open_peer, until
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._server import Handler, Server
+from trio_ucx.anyio import UCXListener, UCXStream
 
 PROGRAMS = 5
 INTERRUPTS = 10  # of each program, for each of the two transports
@@ -61,3 +68,81 @@ async def test_interrupted_before_anything_is_up(transports: str) -> None:
         async with open_peer("busy", address, transports) as program:  # waits for an answer that never comes
             for delay in (0, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5):
                 await interrupt(program, "begins", delay)
+
+
+async def echo(connection: trio_ucx.Connection) -> None:
+    async for message in connection.messages():
+        await connection.send(message)
+
+
+async def serve(handler: Handler, task_status: trio.TaskStatus[Any]) -> None:
+    await trio_ucx.serve_ucx(handler, 0, host="127.0.0.1", task_status=task_status)
+
+
+async def serve_with_anyio(handler: Handler, task_status: trio.TaskStatus[Any]) -> None:
+    async def handle(stream: UCXStream) -> None:
+        async with stream:
+            await handler(stream.connection)
+
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1")
+    async with listener:
+        task_status.started(listener)
+        await UCXListener(listener).serve(handle)
+
+
+@pytest.mark.parametrize(
+    ("serve", "function"),
+    [
+        (serve, Server._begin),
+        (serve, Server._serve),
+        (serve, Server._handle),
+        (serve_with_anyio, UCXStream.__init__),
+    ],
+)
+def test_interrupted_between_accept_and_handler(serve: Any, function: Any, over: str) -> None:
+    """The connection is closed: the destructor of an unclosed one would warn."""
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code is function.__code__:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    async def main() -> None:
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                address = (await nursery.start(serve, echo)).address
+                sys.setprofile(interrupt)
+                async with trio_ucx.connect(address) as connection:
+                    await connection.send(b"x")
+                    await trio.sleep_forever()
+
+    try:
+        trio.run(main)
+    except (KeyboardInterrupt, BaseExceptionGroup) as error:
+        assert not isinstance(error, BaseExceptionGroup) or error.split(KeyboardInterrupt)[1] is None, error
+    else:
+        raise AssertionError("it was not interrupted")
+    finally:
+        sys.setprofile(None)
+    gc.collect()
+
+
+async def test_handlers_can_be_interrupted(worker: ucp.Worker) -> None:
+    """The library's protection ends where the user's code begins."""
+    seen = []
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        seen.append(trio.lowlevel.currently_ki_protected())
+        raise ValueError
+
+    def on_error(connection: trio_ucx.Connection, error: Exception) -> None:
+        seen.append(trio.lowlevel.currently_ki_protected())
+
+    async with trio.open_nursery() as nursery:
+        server = await nursery.start(
+            partial(trio_ucx.serve_ucx, handler, 0, host="127.0.0.1", worker=worker, on_handler_error=on_error)
+        )
+        async with trio_ucx.connect(server.address, worker=worker):
+            await until(lambda: len(seen) == 2)
+        nursery.cancel_scope.cancel()
+    assert seen == [False, False]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import pattern
+from helpers import open_pair, pattern
 
 import trio_ucx
 from trio_ucx import testing, ucp
@@ -281,6 +281,55 @@ async def test_autojump_with_a_threshold_is_exact_for_all(
     transports: str, patient_clock: trio.testing.MockClock, open_pair: OpenPair
 ) -> None:
     await exchange(transports, open_pair, SIZES)
+
+
+async def no_time_to_close(connection: trio_ucx.Connection) -> None:
+    began = trio.current_time()
+    await connection.aclose()
+    assert trio.current_time() == began
+
+
+async def read(connection: trio_ucx.Connection) -> None:
+    async for _ in connection.messages(1):
+        pass
+
+
+async def test_no_time_passes_while_a_connection_closes(
+    worker: ucp.Worker, autojump_clock: trio.testing.MockClock
+) -> None:
+    """The other end waits in a receive on the same worker."""
+    for _ in range(10):
+        async with open_connection_pair(worker=worker) as (client, server), trio.open_nursery() as nursery:
+            nursery.start_soon(read, server)
+            await client.send(b"x", tag=1)
+            await trio.sleep(1)
+            await no_time_to_close(client)
+
+
+async def test_no_time_passes_while_a_batch_waits(transports: str, autojump_clock: trio.testing.MockClock) -> None:
+    config = {"TLS": transports}
+    async with ucp.open_worker(config=config) as worker, ucp.open_worker(config=config) as other:
+        async with open_pair(worker, other) as (client, server):
+            for _ in range(20):
+                client.send_nowait(b"first")
+                client.send_nowait(b"second")
+                await trio.sleep(1)
+                assert [server.receive_nowait() for _ in range(2)] == [b"first", b"second"]
+
+
+async def test_no_time_passes_while_a_worker_is_left_disarmed(
+    transports: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    """The only task that waits has come back so often that it is expected to, and sleeps instead."""
+    config = {"TLS": transports}
+    async with ucp.open_worker(config=config) as worker, ucp.open_worker(config=config) as other:
+        for _ in range(10):
+            async with open_pair(worker, other) as (client, server), trio.open_nursery() as nursery:
+                for _ in range(100):
+                    server.send_nowait(b"x")
+                    await client.receive()
+                nursery.start_soon(no_time_to_close, server)
+                await trio.sleep(1)
 
 
 async def test_autojump_jumps_before_a_peer_process_connects(autojump_clock: trio.testing.MockClock) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 
 import attrs
 import trio
-from trio.lowlevel import enable_ki_protection
+from trio.lowlevel import disable_ki_protection, enable_ki_protection
 
 from ._addresses import reachable_address
 from ._connection import Connection
@@ -182,6 +182,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
         if drain_on_signal is not None:
             nursery.start_soon(self._drain_on_signals, drain_on_signal)
 
+    @enable_ki_protection
     async def _accept(self, listener: Listener, handlers: trio.Nursery) -> None:
         try:
             async with listener:
@@ -205,6 +206,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
             raise
         self._changed.unpark_all()
 
+    @enable_ki_protection
     async def _serve(self, connection: Connection) -> None:
         try:
             with self._handlers[connection] as scope:
@@ -236,7 +238,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
         own: BaseException | None = None
         rest: BaseException | None = None
         try:
-            await self._handler(connection)
+            await _run_handler(self._handler, connection)
         except BaseException as error:
             own, rest = split_own(connection, error)
             if own is not None:
@@ -261,8 +263,21 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
         if self._on_error == "log":
             logger.error("%r: the handler %s failed", connection, _name(self._handler), exc_info=error)
         else:
-            self._on_error(connection, error)
+            _call_user(self._on_error, connection, error)
         return True
+
+
+# ---- the user's code: KeyboardInterrupt may be raised anywhere in it ----
+
+
+@disable_ki_protection
+async def _run_handler(handler: Handler, connection: Connection) -> None:
+    await handler(connection)
+
+
+@disable_ki_protection
+def _call_user(function: Callable[[Connection, Exception], object], connection: Connection, error: Exception) -> None:
+    function(connection, error)
 
 
 # ---- why a handler has ended ----

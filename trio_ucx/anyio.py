@@ -21,6 +21,7 @@ from typing import Any
 import anyio
 import trio
 from anyio.abc import ByteStream, Listener, SocketAttribute, TaskGroup
+from trio.lowlevel import enable_ki_protection
 
 import trio_ucx
 
@@ -133,6 +134,7 @@ class UCXListener(Listener[UCXStream]):
     def __init__(self, listener: trio_ucx.Listener) -> None:
         self.listener = listener
 
+    @enable_ki_protection
     async def serve(self, handler: Callable[[UCXStream], Any], task_group: TaskGroup | None = None) -> None:
         """Accepts clients and starts ``handler(stream)`` for each in the task group, by default one of its own.
 
@@ -151,7 +153,11 @@ class UCXListener(Listener[UCXStream]):
             while True:
                 with _anyio_errors():
                     connection = await self.listener.accept()
-                group.start_soon(handler, UCXStream(connection))
+                try:
+                    group.start_soon(handler, UCXStream(connection))
+                except BaseException:  # the user's task group has ended
+                    connection.abort()
+                    raise
 
     async def aclose(self) -> None:
         """Stops listening (:meth:`trio_ucx.Listener.aclose`).

@@ -221,6 +221,7 @@ int tu_worker_look_unsignalled(int efd, tu_worker_t *worker, tu_record_t *out, s
 unsigned tu_worker_progress(tu_worker_t *worker);
 int tu_worker_signal(tu_worker_t *worker);
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);
+uint64_t tu_worker_moved(const tu_worker_t *worker);
 int64_t tu_worker_flush(tu_worker_t *worker);
 
 /* key_gate.c */

@@ -273,6 +273,7 @@ struct tu_worker {
     tu_list_t endpoints;
     tu_list_t closed;          /* endpoints that UCX may still name: endpoint.c */
     tu_counts_t counts;
+    uint64_t moved; /* what progress has sent and received, in fragments */
 };
 
 struct tu_endpoint {

@@ -284,6 +284,7 @@ unsigned tu_worker_progress(tu_worker_t *worker)
     if (!tu_list_is_empty(&worker->hooks)) {
         moved += call_hooks(worker);
     }
+    worker->moved += moved;
     return moved;
 }
 
@@ -363,6 +364,12 @@ void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out)
     *out            = worker->counts;
     out->poll_limit = worker->poll.limit;
     out->strangers  = tu_gate_strangers(worker->gate);
+}
+
+/* Returns a number that grows by one with each fragment that progress has sent or received, at least. */
+uint64_t tu_worker_moved(const tu_worker_t *worker)
+{
+    return worker->moved;
 }
 
 int64_t tu_worker_flush(tu_worker_t *worker)

@@ -166,12 +166,15 @@ class Arming:
 
     Args:
         polling: whether tasks poll before they park.
+        jumping: whether Trio's clock may jump when no task is runnable. Then Trio does not wait, and deferred work must
+            not wait either.
     """
 
-    def __init__(self, worker: Worker, loop: Loop, *, polling: bool) -> None:
+    def __init__(self, worker: Worker, loop: Loop, *, polling: bool, jumping: bool = False) -> None:
         self._worker = worker
         self._loop = loop
         self._polling = polling
+        self._jumping = jumping
         #: ARMED stands for DISARMED, too, as long as the progress task waits for the descriptor.
         self._state = State.PROGRESSING
         #: The worker's ``progress_count`` when it was armed.
@@ -307,7 +310,7 @@ class Arming:
 
     def task_resumed(self, parked: int) -> None:
         """A task found what it waited for, while the worker is not armed; so many others are parked."""
-        alone = self._polling and not parked
+        alone = self._polling and not parked and not self._jumping
         if alone and self.steady:
             return  # the timer looks at the worker
         self._returns = self._returns + 1 if alone else 0
@@ -341,7 +344,7 @@ class Arming:
             state = self.state
             if state is not State.DISARMED and state is not State.SUSPENDED:
                 self._deferred = False
-            elif timeout > 0 or not self._progressed_lately():
+            elif timeout > 0 or self._jumping or not self._progressed_lately():
                 self._overdue()
         elif not batches and (self.steady or timeout > 0):
             self._idle += 1

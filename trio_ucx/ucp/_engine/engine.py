@@ -136,7 +136,7 @@ class Engine:
         self.batches = Batches(lambda: self.arming.watch())
         self.receive_queue = receive_queue(self)
         self.progress_task = ProgressTask(self)
-        self.arming = Arming(self, self.progress_task, polling=self.waiting.polling)
+        self.arming = Arming(self, self.progress_task, polling=self.waiting.polling, jumping=self.run.clock_jumps)
 
     # ---- checks ----
 

@@ -30,11 +30,8 @@ if TYPE_CHECKING:
 
 #: Seconds of a pause. A queue of shared memory holds 2 MiB, which the peer takes in a few of the shortest ones.
 _SHORTEST, _LONGEST = 0.00005, 0.002
-#: Progress that took longer has filled such a queue again, although UCX counts nothing that it sends from there.
-_REFILLED = 0.00002
-#: After so many seconds in which nothing has arrived or completed, UCX will not become idle any more: it is busy for
-#: ever with what it had for a peer that was killed. The pauses then grow to 0.1 s, and a message may be noticed that
-#: late.
+#: After so many seconds in which nothing has moved, UCX will not become idle any more: it is busy for ever with what it
+#: had for a peer that was killed. The pauses then grow to 0.1 s, and a message may be noticed that late.
 _QUIET, _LONGEST_IF_QUIET = 1.0, 0.1
 #: Seconds between two looks of the safety net. Programs that send once a second should not do so at the moment of
 #: each look.
@@ -71,7 +68,9 @@ class BeforeWait(_Hook):
     def before_io_wait(self, timeout: float) -> None:
         engine = self._engine
         try:
-            if engine.batches.batches and (timeout > 0 or perf_counter() - engine.batches.since > MOMENT):
+            if engine.batches.batches and (
+                timeout > 0 or engine.run.clock_jumps or perf_counter() - engine.batches.since > MOMENT
+            ):
                 engine.send_batches()
             engine.arming.before_wait(timeout, batches=bool(engine.batches.batches))
         except BaseException as error:  # Trio would drop this instrument
@@ -182,25 +181,25 @@ class Backoff:
             raise
         #: Seconds of the last sleep; 0 when UCX could be armed since.
         self.delay = 0.0
-        #: The count of events at the last sleep, and the time since which it has not grown.
-        self._news = -1
+        #: What had moved at the last sleep, and the time since which nothing has.
+        self._moved = 0
         self._since = 0.0
 
     @property
     def descriptors(self) -> tuple[int, int]:
         return self._timer, self._either
 
-    async def sleep(self, took: float, news: int) -> None:
-        """Waits after progress that took so many seconds.
+    async def sleep(self, moved: int) -> None:
+        """Waits after progress in which nothing moved any more.
 
         Args:
-            news: a number that grows when something arrives or completes.
+            moved: a number that grows with each fragment that UCX sends or receives. A long message is many of them,
+                and tells nothing else before its end.
         """
-        if news != self._news:
-            self._news, self._since = news, monotonic()
-        quiet = monotonic() - self._since > _QUIET
-        if took > _REFILLED and not quiet:
-            self.delay = 0.0
+        now = monotonic()
+        if moved != self._moved:
+            self._moved, self._since, self.delay = moved, now, 0.0
+        quiet = now - self._since > _QUIET
         self.delay = min(max(self.delay * 2, _SHORTEST), _LONGEST_IF_QUIET if quiet else _LONGEST)
         lib.tu_timer_set(self._timer, int(self.delay * 1e9), False)
         # An event may end the sleep; but one that is there already, and could not be armed away, may not.
@@ -244,7 +243,7 @@ class ProgressTask:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether UCX has refused to be armed for a second in which nothing has arrived or completed."""
+        """Whether UCX has refused to be armed for a second in which nothing has moved."""
         return self._backoff.delay > _LONGEST
 
     def resume(self) -> None:
@@ -257,7 +256,7 @@ class ProgressTask:
         """Returns when the worker is closed or broken; if ``ending``, also when no close goes on in the background."""
         engine = self._engine
         while True:
-            self.began = began = perf_counter()
+            self.began = perf_counter()
             state = engine.arming.next_step()
             if engine.handle is None or engine.broken is not None or (ending and not engine.run.background):
                 return
@@ -269,7 +268,7 @@ class ProgressTask:
                     engine.arming.handle(Event.READABLE)
                 elif state is State.BACKING_OFF:
                     engine.counters["backoffs"] += 1
-                    await self._backoff.sleep(perf_counter() - began, engine.news())
+                    await self._backoff.sleep(lib.tu_worker_moved(engine.handle))
                 elif state is State.PROGRESSING:
                     await trio.lowlevel.checkpoint_if_cancelled()
                     if lib.tu_poll_goes_on(engine.handle):

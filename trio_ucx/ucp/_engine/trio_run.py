@@ -27,6 +27,8 @@ class TrioRun(Birth):
         self._engine = engine
         self._token = trio.lowlevel.current_trio_token()
         self.thread = threading.get_ident()
+        #: Whether Trio's clock may jump when no task is runnable (trio.testing.MockClock), instead of waiting.
+        self.clock_jumps = hasattr(trio.lowlevel.current_clock(), "autojump_threshold")
         root = trio.lowlevel.current_root_task()
         assert root is not None, "a Trio run has a root task"
         #: All tasks of the run are below it.
