@@ -32,6 +32,7 @@ SOURCES = [
     "imports.c",
     "key_gate.c",
     "keepalive.c",
+    "private_segments.c",
     "endpoint.c",
     "listener.c",
     "query.c",

@@ -48,5 +48,5 @@ class Build(build_ext):
 setup(
     cffi_modules=["build_ffi.py:make_builder"],
     cmdclass={"build_ext": Build},
-    install_requires=["trio>=0.28", "cffi>=1.16", "attrs>=22.2", "outcome>=1.2", *libucx()],
+    install_requires=["trio>=0.29", "cffi>=1.16", "attrs>=23.2", "outcome>=1.3", *libucx()],
 )

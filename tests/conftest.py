@@ -30,7 +30,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("how much is tested")
     group.addoption("--full", action="store_true", help="all cases of tests that have many, and all their rounds")
-    group.addoption("--part", default="1/1", metavar="K/N", help="with --full: the K-th of N parts of it")
+    group.addoption("--part", default="1/1", metavar="K/N", help="the K-th of N parts of what runs")
     group.addoption("--rest", type=float, default=0, metavar="MINUTES", help="what is not run by default, at random")
     group.addoption("--seed", type=int, default=None, help="choose cases and random data as a run with this seed did")
 
@@ -56,8 +56,8 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     option = config.option
-    how = f"all cases, part {option.part}" if option.full else "the rest" if option.rest else "a sample of all cases"
-    return f"{how} (docs/testing.md); random choices: --seed {option.seed}"
+    how = "all cases" if option.full else "the rest" if option.rest else "a sample of all cases"
+    return f"{how}, part {option.part} (docs/testing.md); random choices: --seed {option.seed}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

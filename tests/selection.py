@@ -2,7 +2,8 @@
 
 * By default: one transport of each case that can run over both, and samples of tests that have many cases.
 * ``--rest MINUTES``: what the default leaves out, in random order, as much as can begin in that time.
-* ``--full``: all cases, and all rounds of each test; ``--part 2/5``: the second of five parts of them.
+* ``--full``: all cases, and all rounds of each test.
+* ``--part 2/5``: the second of five parts of what the other options select, by a checksum of each case's name.
 
 The marker ``root`` is for tests that only root can run. Others skip them.
 
@@ -94,13 +95,11 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(3600 if option.full else 600))
-    if option.full:
-        part, parts = map(int, option.part.split("/"))
-        selected = {item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part % parts}
-    else:
-        selected = default(items, option.seed)
-        if option.rest:
-            selected = set(items) - selected
+    selected = set(items) if option.full else default(items, option.seed)
+    if option.rest:
+        selected = set(items) - selected
+    part, parts = map(int, option.part.split("/"))
+    selected = {item for item in selected if zlib.crc32(item.nodeid.encode()) % parts == part % parts}
     left_out = [item for item in items if item not in selected]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from environments import as_other_user
 
 from trio_ucx import ucp
 from trio_ucx.ucp._quirks import descriptors
@@ -175,3 +176,22 @@ async def test_what_a_worker_needs_is_what_it_takes(transports: str) -> None:
                 taken = len(os.listdir("/proc/self/fd")) - before
         assert taken <= context._descriptors_per_worker <= taken + 4
         assert descriptors.for_worker("") >= 5
+
+
+@pytest.mark.root
+def test_room_for_one_more_thread() -> None:
+    """The thread of the log starts, and UCX's would not: UCX ends the process then."""
+    program = """
+import errno, resource
+from trio_ucx import ucp
+resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))
+try:
+    with ucp.open_context({"TLS": "tcp"}):
+        print("opened")
+except OSError as error:
+    print(error.errno == errno.EAGAIN, "RLIMIT_NPROC" in str(error), "UCX's" in str(error))
+"""
+    done = subprocess.run(
+        [*as_other_user(54398), sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["True"] * 3), done.stderr

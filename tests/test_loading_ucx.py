@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import attrs
 import pytest
 
+import trio_ucx
 from trio_ucx import _native
 from trio_ucx.ucp._memory.buffers import Pinned
 
@@ -115,6 +117,78 @@ def test_the_other_library_is_refused_or_works() -> None:
     else:
         assert "ImportError" in result.stderr
         assert "UCX" in result.stderr.splitlines()[-1]
+
+
+#: A Connection carries a message; then it says which libucp the process has.
+EXCHANGE = """
+import trio, trio_ucx.testing
+from trio_ucx import ucp
+async def main():
+    async with trio_ucx.testing.open_pair_over_listener() as (a, b), trio.open_nursery() as nursery:
+        nursery.start_soon(a.send, bytes(300_000))
+        assert len(await b.receive()) == 300_000
+trio.run(main)
+print(ucp.library().file)
+print(*{line.split()[-1] for line in open("/proc/self/maps") if "libucp" in line})
+"""
+
+
+@pytest.mark.parametrize("library", ["libucs", "libucp"])
+@pytest.mark.parametrize("scope", ["RTLD_LOCAL", "RTLD_GLOBAL"])
+def test_a_ucx_that_is_loaded_already_is_used(library: str, scope: str, tmp_path: Path) -> None:
+    """The libraries of every UCX have the same sonames, so a second UCX would bind to the first (MPI has one)."""
+    other = copy_of_ucx(tmp_path)
+    result = run(f"import ctypes; ctypes.CDLL('{other / library}.so.0', ctypes.{scope})\n{EXCHANGE}")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [str(other / "libucp.so.0")] * 2
+
+
+def copy_of_ucx(folder: Path) -> Path:
+    """Copies the libraries of this UCX, as another package has its own."""
+    target = folder / "other"
+    target.mkdir()
+    for name in ("libucm", "libucs", "libuct", "libucp"):
+        shutil.copy(Path(_native.ucx.file).with_name(f"{name}.so.0"), target)
+    return target
+
+
+def test_a_ucx_that_is_loaded_already_and_does_not_fit(tmp_path: Path) -> None:
+    other = copy_of_ucx(tmp_path)
+    (other / "libucp.so.0").unlink()
+    result = run(f"import ctypes; ctypes.CDLL('{other}/libucs.so.0'); import trio_ucx")
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: this process has loaded {other}/libucs.so.0")
+    assert "Import trio_ucx before" in last
+
+
+def test_a_ucx_that_is_loaded_already_and_not_wanted(tmp_path: Path) -> None:
+    other = copy_of_ucx(tmp_path)
+    result = run(f"import ctypes; ctypes.CDLL('{other}/libucp.so.0'); import trio_ucx", TRIO_UCX_SYSTEM_UCX="0")
+    assert result.returncode == 1
+    assert f"asks for another UCX than {other}/libucp.so.0" in result.stderr.splitlines()[-1]
+
+
+def test_source_tree_before_the_installed_package(tmp_path: Path) -> None:
+    """After ``pip install .``, Python finds the checkout that it is started in, and not what was installed."""
+    checkout, site = tmp_path / "checkout", tmp_path / "site"
+    shutil.copytree(
+        Path(trio_ucx.__file__).parent, checkout / "trio_ucx", ignore=shutil.ignore_patterns("_ucx.*", "__pycache__")
+    )
+    module = site / "trio_ucx" / "_native" / "_ucx.abi3.so"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    result = run(f"import sys; sys.path[:1] = [{str(checkout)!r}, {str(site)!r}]; import trio_ucx")
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(
+        f"ImportError: trio_ucx is installed in {site}, but Python has found the source tree {checkout}"
+    )
+
+
+def test_compiled_module_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    assert "pip install ." in _native._compiled_module_missing()
 
 
 def test_types_describe_every_function() -> None:

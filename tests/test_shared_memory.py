@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import attrs
 import pytest
 from injected_faults import have_no_system_v
 from networks import Side, meet, need
 
+from trio_ucx import ucp
 from trio_ucx.ucp._quirks import shared_memory
 
 #: Two workers exchange messages of all sizes. Says over what, or the error.
@@ -299,3 +302,12 @@ def test_killed_processes_leave_nothing() -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     before, after = json.loads(result.stdout)
     assert after == before == [0, []]
+
+
+async def test_other_users_cannot_open_segments() -> None:
+    """UCX asks for 0660, with which another user of the same group could read messages, and change them."""
+    async with ucp.open_worker(config={"TLS": "sysv,self"}):
+        rows = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
+        modes = [int(mode, 8) & 0o777 for _, _, mode, _, creator, *_ in rows if int(creator) == os.getpid()]
+    assert modes
+    assert set(modes) == {0o600}

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,48 @@ def _system_wanted() -> bool | None:
     return None if choice is None else choice.lower() not in ("", "0", "no", "false")
 
 
+#: What helps if something else has loaded a UCX that does not fit.
+_FIRST = "Import trio_ucx before what loads that UCX (such as mpi4py.MPI, or LD_PRELOAD)"
+
+
+class _Place(ctypes.Structure):
+    """Where an address is (``Dl_info``)."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("file_base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("symbol_address", ctypes.c_void_p),
+    )
+
+
+def _loaded_before() -> Path | None:
+    """Returns the libucs that something else has loaded before, such as MPI, or LD_PRELOAD; None if nothing has.
+
+    Whatever is loaded later binds to it, because its symbols are global, or because the libraries of every UCX have
+    the same sonames.
+    """
+    for name, mode in ((None, 0), ("libucs.so.0", os.RTLD_NOLOAD)):
+        with contextlib.suppress(OSError, AttributeError):
+            function = ctypes.CDLL(name, mode).ucs_status_string
+            place = _Place()
+            ctypes.CDLL(None).dladdr(function, ctypes.byref(place))
+            return Path(os.fsdecode(place.file))
+    return None
+
+
+def _preload_rest(libucs: Path) -> None:
+    """Opens the libucp of the UCX of which libucs is loaded: that of another UCX does not fit.
+
+    Raises:
+        ImportError: it has none.
+    """
+    try:
+        ctypes.CDLL(str(libucs.with_name(libucs.name.replace("libucs", "libucp"))))
+    except OSError as error:
+        raise ImportError(f"this process has loaded {libucs}, without a libucp that fits: {error}. {_FIRST}") from error
+
+
 def _preload_wheel() -> None:
     """Opens the PyPI wheel's libraries by their full paths, so that ours binds to them by soname."""
     try:
@@ -91,7 +134,9 @@ def _preload_wheel() -> None:
             "trio_ucx needs a UCX library and found none: install libucx-cu12 (pip install libucx-cu12), or set "
             "TRIO_UCX_SYSTEM_UCX=1 to use the system's libucp"
         ) from error
-    libucx.load_library()
+    # libucx.load_library() opens the same files, but in some releases prefers the system's.
+    for name in ("libucs.so", "libuct.so", "libucp.so"):
+        ctypes.CDLL(str(Path(libucx.__file__).with_name("lib") / name))
 
 
 def _preload_system() -> None:
@@ -106,11 +151,14 @@ def _preload_system() -> None:
 
 
 def _load() -> tuple[Any, Any, UCXLibrary]:
-    system = _system_wanted()
-    if system is None:  # not said: the choice that was made at build time holds
-        system = _built_for_system()
+    wanted = _system_wanted()
+    # Not said: the choice that was made at build time holds.
+    system = _built_for_system() if wanted is None else wanted
+    before = _loaded_before()
     with _unobtrusive():
-        if system:
+        if before is not None:
+            _preload_rest(before)
+        elif system:
             _preload_system()
         else:
             _preload_wheel()
@@ -118,9 +166,10 @@ def _load() -> tuple[Any, Any, UCXLibrary]:
             _ucx = importlib.import_module(f"{__name__}._ucx")
         except ImportError as error:
             if isinstance(error, ModuleNotFoundError):
+                raise ImportError(_compiled_module_missing()) from error
+            if before is not None:
                 raise ImportError(
-                    "trio_ucx's compiled module is missing: install the package (pip install .) rather than "
-                    "importing it from its source tree"
+                    f"trio_ucx does not work with {before}, which this process has loaded before: {error}. {_FIRST}"
                 ) from error
             where = "the system's UCX" if system else "libucx-cu12"
             raise ImportError(f"trio_ucx's compiled module does not load with {where}: {error}") from error
@@ -132,10 +181,27 @@ def _load() -> tuple[Any, Any, UCXLibrary]:
     compiled = (numbers[0], numbers[1])
     file = os.fsdecode(ffi.string(lib.tu_library_file()))
     library = UCXLibrary(version, compiled, file, system=Path(file).parent.parent.name != "libucx")
-    check_versions(library)
+    check_versions(library, None if before is None else _FIRST)
+    if before is not None and wanted not in (None, library.system):
+        raise ImportError(
+            f"TRIO_UCX_SYSTEM_UCX asks for another UCX than {file}, which this process has loaded before. {_FIRST}, or "
+            "unset the variable"
+        )
     if not os.environ.get("UCX_LOG_FILE"):  # else the user has chosen where the lines go
         lib.tu_log_begin()
     return lib, ffi, library
+
+
+def _compiled_module_missing() -> str:
+    """Returns what to do when this folder has no compiled module."""
+    here = Path(__file__).parent
+    for folder in map(Path, sys.path):
+        if any(folder.glob("trio_ucx/_native/_ucx.*")):
+            return (
+                f"trio_ucx is installed in {folder}, but Python has found the source tree {here.parents[1]} first, "
+                "which has no compiled module: start Python in another directory, or install with pip install -e ."
+            )
+    return f"{here} has no compiled module: install trio_ucx with pip install ."
 
 
 def _built_for_system() -> bool:
@@ -149,19 +215,24 @@ def _built_for_system() -> bool:
         return b"libucx/lib" not in file.read()
 
 
-def check_versions(library: UCXLibrary) -> None:
+def check_versions(library: UCXLibrary, advice: str | None = None) -> None:
     """Refuses a UCX of a wrong version.
+
+    Args:
+        advice: how to get another one; None: by installing it.
 
     Raises:
         ImportError: UCX is too old, or of another major version than the headers that trio_ucx was compiled with.
     """
     major = library.compiled_version[0]
     if library.version[:2] < MINIMUM_UCX or library.version[0] != major:
+        advice = advice or (
+            "Install another UCX (pip install --upgrade libucx-cu12), or choose the other one that is installed with "
+            f"TRIO_UCX_SYSTEM_UCX={'0' if library.system else '1'}"
+        )
         raise ImportError(
             f"{library.file} is UCX {library.release}, and trio_ucx, which was compiled for UCX {major}, needs "
-            f"{'.'.join(map(str, MINIMUM_UCX))} or a later one of this major version. Install another UCX (pip install "
-            "--upgrade libucx-cu12), or choose the other one that is installed with "
-            f"TRIO_UCX_SYSTEM_UCX={'0' if library.system else '1'}"
+            f"{'.'.join(map(str, MINIMUM_UCX))} or a later one of this major version. {advice}"
         )
 
 

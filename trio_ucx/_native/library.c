@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -124,6 +125,23 @@ int tu_probe_sysv(size_t one, size_t other)
     }
     if (second >= 0) {
         shmctl(second, IPC_RMID, NULL);
+    }
+    return error;
+}
+
+static void *do_nothing(void *nothing)
+{
+    return nothing;
+}
+
+/* Returns 0 if a thread can be started, otherwise errno. */
+int tu_probe_thread(void)
+{
+    pthread_t thread;
+    int error = pthread_create(&thread, NULL, do_nothing, NULL);
+
+    if (error == 0) {
+        pthread_join(thread, NULL);
     }
     return error;
 }

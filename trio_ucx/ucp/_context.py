@@ -361,7 +361,8 @@ def open_context(
             it would crash, hang or lose messages, or a network device that does not exist; the message names it.
         TypeError: a wrong argument.
         UCXError: UCX cannot start, for instance because no transport is left.
-        OSError: too few file descriptors are left (EMFILE); the message says how many are needed.
+        OSError: too few file descriptors are left (EMFILE), or UCX's thread cannot be started (EAGAIN); the message
+            says what to do.
         RuntimeError: the parent process had UCX open when it forked this one.
     """
     context = Context._open(config, features, name, keepalive_interval)
@@ -377,6 +378,7 @@ def _create(options: dict[str, str], chosen: Mapping[str, str], features: Featur
     doing = "starting UCX"
     needed = descriptors.for_context(first=not _opened_before)
     descriptors.require(needed, doing)
+    descriptors.require_thread(doing)
     out = ffi.new("tu_context_t **")
     rejected = ffi.new("size_t *")
     while True:

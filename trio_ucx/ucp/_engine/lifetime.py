@@ -74,6 +74,7 @@ def _create_worker(context: Context, native: Any, name: str | None, client_id: i
     """Returns UCX's worker."""
     doing = "opening a worker"
     descriptors.require(context._descriptors_per_worker, doing)
+    descriptors.require_thread(doing)
     shared_memory.check(context._options_in_force)
     out = ffi.new("tu_worker_t **")
     lowest, highest = context._tcp_port_range

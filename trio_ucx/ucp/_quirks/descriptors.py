@@ -1,7 +1,8 @@
-"""Checks that enough file descriptors are left, before UCX runs out of them.
+"""Checks that enough file descriptors and a thread are left, before UCX runs out of them.
 
-Without descriptors UCX ends the process when it cannot start its thread, leaves out transports that it cannot open, and
-its TCP transport stops listening when an ``accept`` fails.
+UCX ends the process when it cannot start its thread, for want of descriptors or of threads. It starts the thread with a
+context or a worker. Without descriptors it also leaves out transports that it cannot open, and its TCP transport stops
+listening when an ``accept`` fails.
 
 Reports: "Few descriptors left" (two), in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not needed any more when
 ``few_descriptors.c`` and ``am_handlers.c`` there end with an error. Test: ``tests/test_descriptors.py``.
@@ -53,6 +54,21 @@ def require(count: int, doing: str) -> None:
             ffi.errno,
             f"{doing} needs {count} file descriptors, and {left} are left: close some, or raise the limit "
             f"(ulimit -n, RLIMIT_NOFILE: {limit})",
+        )
+
+
+def require_thread(doing: str) -> None:
+    """Refuses an action for which UCX may start its thread, if none can be started.
+
+    Raises:
+        OSError: EAGAIN; the message names the limits.
+    """
+    number = lib.tu_probe_thread()
+    if number != 0:
+        raise OSError(
+            number,
+            f"{doing} needs a thread of UCX's, and none can be started: raise the limits of memory and of threads "
+            "(ulimit -v, RLIMIT_AS; ulimit -u, RLIMIT_NPROC; pids.max of the control group)",
         )
 
 

@@ -1,0 +1,30 @@
+/* System V shared memory of this user only.
+ *
+ * UCX makes the segments of its workers with mode 0660 (mm_sysv.c): another user of the same primary group could read
+ * messages there, and write into them. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sys/shm.h>
+
+#include "native.h"
+
+#define OTHERS 077
+
+static int private_shmget(key_t key, size_t size, int flags)
+{
+    return shmget(key, size, flags & ~OTHERS);
+}
+
+static void replace_once(void)
+{
+    const void *libucs = (const void *)(uintptr_t)ucs_status_string;
+
+    tu_replace_import(libucs, "shmget", (const void *)(uintptr_t)private_shmget);
+}
+
+void tu_keep_segments_private(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+    pthread_once(&once, replace_once);
+}
