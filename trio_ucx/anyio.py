@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from socket import AddressFamily
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import anyio
 import trio
@@ -53,7 +53,8 @@ class UCXStream(ByteStream):
 
     connection: trio_ucx.Connection
 
-    __reduce_ex__ = refuse_copy
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy(self, protocol)
 
     def __init__(self, connection: trio_ucx.Connection) -> None:
         self.connection = connection
@@ -129,7 +130,8 @@ class UCXListener(Listener[UCXStream]):
 
     listener: trio_ucx.Listener
 
-    __reduce_ex__ = refuse_copy
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy(self, protocol)
 
     def __init__(self, listener: trio_ucx.Listener) -> None:
         self.listener = listener

@@ -29,7 +29,7 @@ class OpenedNotConstructed(ABCMeta):
 
     def __init__(cls, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        cls.__reduce_ex__ = refuse_copy  # type: ignore[assignment,method-assign]
+        type.__setattr__(cls, "__reduce_ex__", refuse_copy)
 
     def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError(
