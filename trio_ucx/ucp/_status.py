@@ -94,8 +94,6 @@ class MessageTooLong(UCXError):
     def __init__(self, length: int, limit: int, doing: str) -> None:
         super().__init__(Status.MESSAGE_TRUNCATED, doing)
         Exception.__init__(self, doing)  # it says more than UCX's "Message truncated", of what may have been dropped
-            self, doing
-        )  # its text says more than UCX's "Message truncated", of a message that may be dropped
         self.length = length
         self.limit = limit
 
