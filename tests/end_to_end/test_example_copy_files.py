@@ -83,8 +83,9 @@ async def test_copies_a_tree(over: str, tmp_path: Path) -> None:
     source.mkdir()
     fill(source)
     async with copying(source, destination) as (receiver, sender):
-        assert await sender.end() == (0, "")
-        assert await receiver.end() == (0, "")
+        for process in (sender, receiver):
+            status, output = await process.end()
+            assert (status, output.strip()) == (0, "")  # before 15, rich ends its bar with an empty line
     assert tree(destination) == tree(source)
 
 
