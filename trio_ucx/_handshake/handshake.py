@@ -489,7 +489,7 @@ class Handshake:
         )
 
     def _places(self, side: PeerDescription, end: Address) -> str:
-        """Where a side's UCX listens, and whether that is beside its end of the control socket."""
+        """Returns where a side's UCX listens, and says if that is not the address of its end of the control socket."""
         places = ", ".join(map(format_address, side.worker.tcp_addresses)) or "no TCP address"
         ip = "" if self.is_local or end is None else end[0].partition("%")[0]
         if not any(family_of(ip) == family_of(host) for host in {*side.worker._tcp_hosts} - {ip}):

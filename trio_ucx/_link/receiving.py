@@ -268,7 +268,7 @@ class Receiving:
             if queue is None or not queue.messages:
                 error = self._end_error(queue)
                 if error is not None:
-                    self._reported(error)
+                    self._raises(error)
                     raise error
                 self.found_empty(number)
             raise trio.WouldBlock
@@ -343,7 +343,7 @@ class Receiving:
             if error is None:
                 self.engine.check()
             assert error is not None
-            self._reported(error)
+            self._raises(error)
             raise error
         return found
 
@@ -554,12 +554,12 @@ class Receiving:
         if self.any_waits:
             self.share.operations.changed()  # fewer receives wait there: a message may be left for another
 
-    def _reported(self, error: Exception) -> None:
+    def _raises(self, error: Exception) -> None:
         """A call raises this error."""
-        self.told(error)
+        self.reported(error)
         self._failed(error)
 
-    def told(self, error: BaseException) -> None:
+    def reported(self, error: BaseException) -> None:
         """The user gets this error from a receive."""
         if isinstance(error, trio.BrokenResourceError) and not is_about_a_part(error):
             self.ending.reported = self._over = True
@@ -576,7 +576,7 @@ class Receiving:
         return any(queue.moving for queue in self.queues.values())
 
     def lacks(self, sent: int) -> bool:
-        """Whether something is on its way of so many messages that the peer has sent."""
+        """True if not all data are here of the messages that the peer has sent, so many of them."""
         return self.credit.received < sent or self.transferring()
 
     def peer_ended(self, problem: Exception | None) -> None:
@@ -680,8 +680,8 @@ class PendingReceive(Pending):
         if self.pins is not None:
             self.pins.release()
 
-    def told(self, error: BaseException) -> None:
-        self._receiving.told(error)
+    def reported(self, error: BaseException) -> None:
+        self._receiving.reported(error)
 
     def cancel(self) -> bool:
         self.queue.cancel(self)

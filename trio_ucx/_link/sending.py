@@ -465,11 +465,11 @@ class SendOperation(Operation):
             self.sending.failed += 1
         super().finish(result)
 
-    def told(self, error: BaseException) -> None:
+    def reported(self, error: BaseException) -> None:
         if self.id and not self.cancelled:
             self.sending.ending.reported = True  # whatever the error says
         else:
-            super().told(error)
+            super().reported(error)
 
     def cancel(self) -> bool:
         if self.outcome is not None:

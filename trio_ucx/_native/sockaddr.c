@@ -67,7 +67,7 @@ static bool address_of(const struct ifaddrs *each, tu_address_t *out)
     return tu_sockaddr_text(&storage, out->ip, sizeof(out->ip), &out->port) == UCS_OK;
 }
 
-/* Whether an interface's address is this one. The scope counts where both have one. */
+/* Returns true if an interface's address is this one. The scope counts where both have one. */
 static bool is_same_address(const struct ifaddrs *each, const tu_address_t *address)
 {
     tu_address_t found = {0};

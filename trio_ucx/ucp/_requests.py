@@ -250,7 +250,7 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         result = pending.outcome
         if isinstance(result, Error) and not isinstance(result.error, RequestCancelled):
             assert isinstance(result.error, Exception)
-            pending.told(result.error)
+            pending.reported(result.error)
             self._errors.append(result.error)
             self._failed = True
         if self._changed is not None and (self._failed or not self._unfinished):

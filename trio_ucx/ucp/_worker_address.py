@@ -25,8 +25,7 @@ MIN_ADDRESS, MAX_ADDRESS = 10, 48_000
 #: The greatest number of TCP addresses: UCX's limit for the transports of a worker.
 MAX_TCP_ADDRESSES = 128
 
-#: Bytes of the keys in a public address: the one that opens the worker's data ports, and the one with
-#: which they answer.
+#: Bytes of the keys in a public address: the one that opens the worker's data ports, and the one that they answer with.
 KEYS_SIZE = 2 * KEY_SIZE
 
 #: UCX's two addresses, the TCP addresses and the keys follow these fields.

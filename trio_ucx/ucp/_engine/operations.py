@@ -80,7 +80,7 @@ class Operation(Pending):
         else:
             self.finish(Error(self.error(status)))
 
-    def told(self, error: BaseException) -> None:
+    def reported(self, error: BaseException) -> None:
         if self.scope is not None:
             self.scope.ending.note(error)
 

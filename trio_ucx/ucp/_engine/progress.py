@@ -243,7 +243,7 @@ class ProgressTask:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether UCX has refused to be armed for a second in which nothing has moved."""
+        """True if UCX has refused to be armed for a second in which nothing has moved."""
         return self._backoff.delay > _LONGEST
 
     def resume(self) -> None:

@@ -94,12 +94,12 @@ class Pending:
             if parked_at is not None:
                 parked_at.woken += 1
             if isinstance(result, Error):
-                self.told(result.error)
+                self.reported(result.error)
         notify, self.notify = self.notify, None
         if notify is not None:
             notify(self)
 
-    def told(self, error: BaseException) -> None:
+    def reported(self, error: BaseException) -> None:
         """The user gets this error. May be called twice. (A task that polls may get a cancellation instead.)"""
 
     def finish_cancelled(self) -> None:
@@ -140,7 +140,7 @@ class Pending:
         """What it finished with, as often as one likes (an Outcome can be unwrapped once)."""
         assert self.outcome is not None
         if isinstance(self.outcome, Error):
-            self.told(self.outcome.error)
+            self.reported(self.outcome.error)
             raise self.outcome.error
         assert isinstance(self.outcome, Value)
         return self.outcome.value

@@ -2,8 +2,7 @@
 
 Of this worker: where it listens, and its kinds of shared memory, which it states to its peers in its ``WorkerAddress``.
 Of programs without trio_ucx: the same, and the part without shared memory. Of both: the part with some of the TCP
-devices. Of a peer, for a memory endpoint: where the
-uid stands.
+devices. Of a peer, for a memory endpoint: where the uid stands.
 
 The layout is private to UCX: that of ``src/ucp/wireup/address.c`` in UCX 1.13 to 1.22, both version 1 (the default) and
 version 2 (``UCX_ADDRESS_VERSION=v2``). An address with another layout is refused by an error that says where. All

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from ipaddress import ip_address
 
@@ -35,7 +35,7 @@ _MOST = 256
 
 
 def names_devices(config: Mapping[str, str]) -> bool:
-    """Whether the user has named the network devices that UCX may use. (An exclusion, ``^docker0``, names none.)"""
+    """True if the user has named the network devices that UCX may use. (An exclusion, ``^docker0``, names none.)"""
     value = in_force("NET_DEVICES", config) or "all"
     return value != "all" and not value.startswith("^")
 
@@ -55,9 +55,7 @@ def at_control_socket(address: WorkerAddress, host: str) -> WorkerAddress:
 @lru_cache(maxsize=64)
 def _with_tcp_at(address: WorkerAddress, hosts: frozenset[str]) -> WorkerAddress:
     network = with_tcp_at(address.network, hosts)
-    if network is None:
-        return address
-    return address._changed(network=network, tcp_addresses=tuple(at for at in address.tcp_addresses if at[0] in hosts))
+    return address if network is None else _changed(address, hosts, network=network)
 
 
 def in_network(address: WorkerAddress, network: str) -> WorkerAddress:
@@ -80,11 +78,13 @@ def in_network(address: WorkerAddress, network: str) -> WorkerAddress:
             f"connecting to {address!r}: none of its TCP addresses is in network={network!r}: "
             f"{', '.join(host for host, _ in found) or 'it has none'}",
         )
-    return address._changed(
-        ucx=ucx,
-        network=(address.network and with_tcp_at(address.network, hosts)) or b"",
-        tcp_addresses=tuple(at for at in address.tcp_addresses if at[0] in hosts),
-    )
+    network_part = with_tcp_at(address.network, hosts) if address.network else None
+    return _changed(address, hosts, ucx=ucx, network=network_part or b"")
+
+
+def _changed(address: WorkerAddress, hosts: Collection[str], **parts: bytes) -> WorkerAddress:
+    """The address with these parts, in which TCP listens at these hosts only."""
+    return address._changed(tcp_addresses=tuple(at for at in address.tcp_addresses if at[0] in hosts), **parts)
 
 
 def _beside(ip: str, device: str) -> list[str]:
