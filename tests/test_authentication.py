@@ -61,15 +61,22 @@ def patient(listener: trio_ucx.Listener) -> Iterator[None]:
         acceptor._timeout = before
 
 
-async def expect_works(worker: ucp.Worker, listener: trio_ucx.Listener, address: Any = None, **options: Any) -> None:
+async def exchange(
+    worker: ucp.Worker, listener: trio_ucx.Listener, address: Any = None, **options: Any
+) -> tuple[trio_ucx.Connection, trio_ucx.Connection]:
+    """Returns a client, and what the listener accepts: the other end of some such client."""
     with trio.fail_after(15):
         client = await trio_ucx.connect(address or listener.address, worker=worker, **options).__aenter__()
         server = await listener.accept()
         for one, other in ((client, server), (server, client)):
             one.send_nowait(pattern(100_000))
             assert await other.receive() == pattern(100_000)
-        client.abort()
-        server.abort()
+        return client, server
+
+
+async def expect_works(worker: ucp.Worker, listener: trio_ucx.Listener, address: Any = None, **options: Any) -> None:
+    for end in await exchange(worker, listener, address, **options):
+        end.abort()
 
 
 async def expect_nothing_left(worker: ucp.Worker, listener: trio_ucx.Listener, refused: int | None = None) -> None:
@@ -328,10 +335,17 @@ async def test_many_sources_do_not_shut_out_slow_clients(
         for number in range(1, 49):
             nursery.start_soon(stranger, number)
         await until(lambda: listener.statistics().handshaking == 24)
+        ends: list[trio_ucx.Connection] = []
+
+        async def client() -> None:
+            ends.extend(await exchange(worker, listener, **options))
+
         for _ in range(2):
             async with trio.open_nursery() as clients:
                 for _ in range(8):
-                    clients.start_soon(partial(expect_works, worker, listener, **options))
+                    clients.start_soon(client)
+            while ends:
+                ends.pop().abort()
         assert opened > 60
         nursery.cancel_scope.cancel()
 

@@ -25,7 +25,7 @@ import attrs
 import pytest
 import trio
 from attacked_server import AttackedServer, open_attacked_server
-from helpers import free_port, open_pair, open_peer, until
+from helpers import free_port, open_pair, open_peer, open_raw_pair, until
 from injected_faults import have_an_unknown_address_layout, miss_an_import, miss_where_ucx_listens
 from networks import Host, open_network
 from samples import some_description
@@ -450,6 +450,15 @@ async def test_a_key_that_was_refused_is_shown_last() -> None:
     assert shown[:4] == [address.keys[:KEY_SIZE], other.theirs] * 2, "newest first, then in turn"
 
 
+async def test_a_host_that_was_admitted_is_shown_keys_only_if_it_wants_one() -> None:
+    async with peer_that_has_gone() as (address, worker):
+        worker.admit(*THIS_MACHINE)
+        said = await what_an_impostor_hears(address, worker, b"", True)
+    shown = [data[:KEY_SIZE] for data in said if data]
+    assert [data[:8] == UCX_MAGIC for data in shown[:4]] == [True, False] * 2
+    assert shown[1] == address.keys[:KEY_SIZE]
+
+
 @pytest.mark.parametrize("host", ["this host", "another host"])
 async def test_loopback_addresses_of_other_hosts_are_not_meant(host: str) -> None:
     """Where a peer of another host says 127.0.0.1, here it is somebody else's port."""
@@ -553,6 +562,42 @@ async def test_hosts_that_need_no_key(caplog: pytest.LogCaptureFixture) -> None:
         assert strangers(one) == strangers(two) == 0
     levels = [record.levelname for record in caplog.records if "127.0.0.0/8" in record.message]
     assert len(levels) >= 2 and set(levels) == {"WARNING"}  # workers that are opened for these admit the same
+
+
+async def test_raw_connections_to_the_place_of_a_peer_with_keys() -> None:
+    """One side knows the keys of an exchange before the other does, and until later. UCX does not try again there."""
+    async with (
+        ucp.open_worker(config=TCP, admit=THIS_MACHINE) as one,
+        ucp.open_worker(config=TCP, admit=THIS_MACHINE) as two,
+    ):
+        for worker, peer in ((one, two), (two, one)):
+            internals(worker).key_gate.let_in(KeyPair(new_key(), new_key()), peer.address)
+        async with open_raw_pair(one, two) as (client, server):
+            for sender, receiver in ((client, two), (server, one)):
+                await sender.tag_send(b"hello", tag=1)
+                await receiver.tag_receive(bytearray(5), tag=1)
+
+
+@pytest.mark.parametrize("admits", ["client", "server"])
+async def test_a_peer_that_does_not_admit_in_return(admits: str) -> None:
+    """It is shown a key after it has refused a connection without one; new workers for each kind of use."""
+
+    def workers() -> tuple[Any, Any]:
+        opened = [ucp.open_worker(config=TCP, admit=THIS_MACHINE), ucp.open_worker(config=TCP)]
+        return tuple(opened if admits == "client" else reversed(opened))
+
+    opened = workers()
+    async with opened[0] as one, opened[1] as two, open_pair(one, two) as (client, server):
+        for sender, receiver in ((client, server), (server, client)):
+            await sender.send(b"hello")
+            assert await receiver.receive() == b"hello"
+    opened = workers()
+    async with opened[0] as one, opened[1] as two, await one.open_endpoint(two.address) as there:
+        await there.tag_send(b"hello", tag=1)
+        await two.tag_receive(bytearray(5), tag=1)
+        async with await two.open_endpoint(one.address) as back:
+            await back.tag_send(b"hello", tag=1)
+            await one.tag_receive(bytearray(5), tag=1)
 
 
 async def _take(listener: ucp.RawListener, taken: list[ucp.Endpoint]) -> None:

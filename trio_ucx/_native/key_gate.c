@@ -45,6 +45,7 @@ typedef struct place {
 typedef struct network {
     place_t place;             /* port 0 */
     unsigned prefix;           /* bits */
+    bool wants_keys;           /* a host of it has refused a connection without a key, and none with a key since */
 } network_t;
 
 typedef struct port {
@@ -80,8 +81,11 @@ struct tu_pair {
 
 /* A socket on which UCX listens for one of our workers; or one that it connects, until the answer has come. */
 typedef struct watched {
-    tu_gate_t *gate;           /* the worker that listens; NULL: a socket that UCX connects */
-    unsigned port;             /* its place in gate->ports */
+    tu_gate_t *gate;           /* of its worker */
+    bool listens;
+    unsigned port;             /* if it listens: its place in gate->ports */
+    place_t place;             /* else where it connects */
+    bool keyless;              /* no key is shown, and what comes is UCX's */
     bool shown;                /* the key was sent */
     size_t received;           /* bytes of the answer */
     tu_key_t key;
@@ -136,17 +140,15 @@ static bool contains(const network_t *network, const place_t *place)
            (bits == 0 || (network->place.ip[whole] ^ place->ip[whole]) >> (8 - bits) == 0);
 }
 
-/* True if a host needs no key. */
-static bool is_admitted(const tu_gate_t *gate, const place_t *place)
+/* The network of a host that needs no key; NULL if it needs one. */
+static network_t *admitted_network(const tu_gate_t *gate, const place_t *place)
 {
-    size_t i;
-
-    for (i = 0; i < gate->network_count; i++) {
+    for (size_t i = 0; i < gate->network_count; i++) {
         if (contains(&gate->networks[i], place)) {
-            return true;
+            return &gate->networks[i];
         }
     }
-    return false;
+    return NULL;
 }
 
 /* ---- pairs ---- */
@@ -248,7 +250,7 @@ bool tu_gate_admit(tu_worker_t *worker, const tu_address_t *ip, unsigned prefix)
     larger = tu_realloc(gate->networks, (gate->network_count + 1) * sizeof(*larger));
     if (larger != NULL) {
         gate->networks = larger;
-        larger[gate->network_count].prefix = prefix;
+        larger[gate->network_count] = (network_t){.prefix = prefix};
         gate->network_count += place_parse(ip, &larger[gate->network_count].place);
     }
     pthread_mutex_unlock(&mutex);
@@ -271,7 +273,7 @@ static void forget(int fd)
         return;
     }
     __atomic_store_n(&watched[fd], NULL, __ATOMIC_RELEASE);
-    if (old->gate != NULL) {
+    if (old->listens) {
         old->gate->ports[old->port].fd = -1;
         if (old->gate->ready) {
             __atomic_store_n(&old->gate->lost, true, __ATOMIC_RELAXED);
@@ -282,12 +284,14 @@ static void forget(int fd)
 }
 
 /* Returns NULL, and sets errno, if the descriptor cannot be watched. */
-static watched_t *watch(int fd)
+static watched_t *watch(tu_gate_t *gate, int fd)
 {
     watched_t *new = fd >= 0 && fd < MAX_DESCRIPTORS ? calloc(1, sizeof(*new)) : NULL;
 
     if (new == NULL) {
         errno = fd < MAX_DESCRIPTORS ? ENOMEM : EMFILE;
+    } else {
+        new->gate = gate;
     }
     return new;
 }
@@ -341,7 +345,7 @@ static int gate_listen(int fd, int backlog)
         return -1;
     }
     port = &gate->ports[gate->count];
-    new  = getsockname(fd, (struct sockaddr *)&name, &length) == 0 ? watch(fd) : NULL;
+    new  = getsockname(fd, (struct sockaddr *)&name, &length) == 0 ? watch(gate, fd) : NULL;
     if (new == NULL) {
         return -1;
     }
@@ -352,7 +356,7 @@ static int gate_listen(int fd, int backlog)
     }
     port->fd             = fd;
     port->address.family = name.ss_family;
-    new->gate            = gate;
+    new->listens         = true;
     new->port            = gate->count++;
     __atomic_store_n(&watched[fd], new, __ATOMIC_RELEASE);
     (void)setsockopt(fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, &(int){DEFER_SECONDS}, sizeof(int));
@@ -372,7 +376,7 @@ static bool let_in(const tu_gate_t *gate, int fd, const struct sockaddr *from)
     if (complete && (pair = pair_with_key(gate, shown)) != NULL) {
         memcpy(answer, pair->theirs, TU_KEY);
     } else {
-        admitted = place_of(from, &place) && is_admitted(gate, &place);
+        admitted = place_of(from, &place) && admitted_network(gate, &place) != NULL;
     }
     pthread_mutex_unlock(&mutex);
     return pair == NULL ? admitted
@@ -410,7 +414,7 @@ static int gate_accept(int fd, struct sockaddr *address, socklen_t *length)
     socklen_t from_length;
     int accepted;
 
-    if (listening == NULL || listening->gate == NULL) {
+    if (listening == NULL || !listening->listens) {
         accepted = accept(fd, address, length);
         forget(accepted);
         return accepted;
@@ -441,39 +445,40 @@ static int gate_accept(int fd, struct sockaddr *address, socklen_t *length)
     return -1;
 }
 
+/* Admitted hosts are shown no key at first. They can have none of the keys for their place: a key counts on both sides
+ * only while both have its pair, and where UCX connects a raw endpoint, it does not try again. */
 static int gate_connect(int fd, const struct sockaddr *address, socklen_t length)
 {
     tu_gate_t *gate = acting;
+    const network_t *network;
+    const tu_pair_t *pair;
     watched_t *new;
-    tu_pair_t *pair;
     place_t place;
 
     forget(fd);
     if (gate == NULL || !place_of(address, &place)) {
         return connect(fd, address, length);
     }
-    new = watch(fd);
+    new = watch(gate, fd);
     if (new == NULL) {
         return -1;
     }
     pthread_mutex_lock(&mutex);
-    pair = pair_for_place(gate, &place);
-    if (pair == NULL && is_admitted(gate, &place)) {
-        pthread_mutex_unlock(&mutex);
-        free(new);
-        return connect(fd, address, length);
-    }
-    pair = pair == NULL ? gate->own : pair;
+    network = admitted_network(gate, &place);
+    pair    = network == NULL || network->wants_keys ? pair_for_place(gate, &place) : NULL;
+    pair    = pair == NULL && network == NULL ? gate->own : pair;
     if (pair != NULL) {
         memcpy(new->key, pair->theirs, TU_KEY);
         memcpy(new->expected, pair->ours, TU_KEY);
     }
     pthread_mutex_unlock(&mutex);
-    if (pair == NULL) {
+    if (pair == NULL && network == NULL) {
         free(new);
         errno = EACCES; /* it has not been let in */
         return -1;
     }
+    new->place   = place;
+    new->keyless = pair == NULL;
     __atomic_store_n(&watched[fd], new, __ATOMIC_RELEASE);
     return connect(fd, address, length);
 }
@@ -485,7 +490,7 @@ static ssize_t gate_send(int fd, const void *data, size_t length, int flags)
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
     ssize_t sent;
 
-    if (socket == NULL || socket->gate != NULL || socket->shown) {
+    if (socket == NULL || socket->listens || socket->keyless || socket->shown) {
         return send(fd, data, length, flags);
     }
     parts[0] = (struct iovec){.iov_base = socket->key, .iov_len = TU_KEY};
@@ -506,12 +511,17 @@ static ssize_t gate_send(int fd, const void *data, size_t length, int flags)
     return sent - TU_KEY;
 }
 
-/* The peer has not accepted this key, and UCX tries again: then with another pair for the place, if there is one. */
-static void try_last(const watched_t *socket)
+/* The peer has not let us in, and UCX tries again: in the other way, or with another pair for the place, if it can. */
+static void try_otherwise(const watched_t *socket)
 {
+    network_t *network;
     tu_pair_t *pair;
 
     pthread_mutex_lock(&mutex);
+    network = admitted_network(socket->gate, &socket->place);
+    if (network != NULL) {
+        network->wants_keys = socket->keyless;
+    }
     TU_LIST_FOR_EACH(pair, bucket_of_key(socket->expected), by_key) {
         if (same_key(pair->ours, socket->expected) && same_key(pair->theirs, socket->key)) {
             tu_list_remove(&pair->link);
@@ -521,24 +531,38 @@ static void try_last(const watched_t *socket)
     pthread_mutex_unlock(&mutex);
 }
 
+/* Receives, and notes what an end of the connection says about the key. */
+static ssize_t receive_first(const watched_t *socket, int fd, void *data, size_t length, int flags)
+{
+    ssize_t received = recv(fd, data, length, flags);
+    int error        = errno;
+
+    if (length > 0 && (received == 0 || (received < 0 && error != EAGAIN && error != EINTR))) {
+        try_otherwise(socket);
+        errno = error;
+    }
+    return received;
+}
+
 static ssize_t gate_recv(int fd, void *data, size_t length, int flags)
 {
     watched_t *socket = watched_at(fd);
     ssize_t received;
 
-    if (socket == NULL || socket->gate != NULL) {
+    if (socket == NULL || socket->listens) {
         return recv(fd, data, length, flags);
     }
-    while (socket->received < TU_KEY) {
-        received = recv(fd, socket->answer + socket->received, TU_KEY - socket->received, MSG_DONTWAIT);
-        if (received < 0 && (errno == EAGAIN || errno == EINTR)) {
-            return -1;
+    if (socket->keyless) {
+        received = receive_first(socket, fd, data, length, flags);
+        if (received > 0) {
+            forget(fd);
         }
+        return received;
+    }
+    while (socket->received < TU_KEY) {
+        received = receive_first(socket, fd, socket->answer + socket->received, TU_KEY - socket->received,
+                                 MSG_DONTWAIT);
         if (received <= 0) {
-            int error = errno;
-
-            try_last(socket);
-            errno = error;
             return received;
         }
         socket->received += (size_t)received;
