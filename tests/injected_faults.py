@@ -176,6 +176,16 @@ def miss_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_gate, "lib", Missing())
 
 
+def miss_shmget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX's libraries call shmget() in another way than the library can replace."""
+
+    class Missing(Library):
+        def tu_keep_segments_private(self) -> bool:
+            return False
+
+    monkeypatch.setattr(shared_memory, "lib", Missing())
+
+
 def have_no_system_v(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine has no shared memory of System V, and no device files, such as those of xpmem and knem."""
     monkeypatch.setattr("os.path.exists", lambda path: False)

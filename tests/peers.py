@@ -822,6 +822,27 @@ async def visitor(options: dict[str, Any], sizes: list[int]) -> None:
 
 
 @role
+async def visitor_by_several_ways(sizes: list[int]) -> None:
+    """Connects one worker to each of the addresses that the test sends; messages of these sizes must come back over
+    each, also after those before it were closed. Reports transports and remote addresses.
+    """
+    addresses = [tuple(address) for address in await ask()]
+    said = []
+    async with ucp.open_worker() as worker:
+        connections = [await trio_ucx.connect(address, worker=worker).__aenter__() for address in addresses]
+        while connections:
+            said.append([transports_of(connections[0]), connections[0].remote_address])
+            for connection in connections:
+                for size in sizes:
+                    await connection.send(pattern(size, size))
+                    with trio.fail_after(60):
+                        if await connection.receive() != pattern(size, size):
+                            raise AssertionError("wrong data")
+            await connections.pop(0).aclose()
+    say(said)
+
+
+@role
 async def visiting_until_told(config: dict[str, str], options: dict[str, Any]) -> None:
     """Connects to the address that the test sends, and reports its transports. When told, exchanges another message."""
     address, options = tuple(await ask()), with_authkey(options)

@@ -27,7 +27,7 @@ import trio
 from attacked_server import AttackedServer, open_attacked_server
 from helpers import free_port, open_pair, open_peer, open_raw_pair, until
 from injected_faults import have_an_unknown_address_layout, miss_an_import, miss_where_ucx_listens
-from networks import Host, open_network
+from networks import Host, as_user, open_network
 from samples import some_description
 
 import trio_ucx
@@ -742,14 +742,12 @@ async def knock(under: list[str], address: tuple[str, int], data: bytes = FATAL)
     return done.stdout.decode().strip()
 
 
-NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-
-
 async def test_strangers_on_other_hosts_and_of_other_users() -> None:
     """Strangers are turned away at every port before, during and after a connection.
 
     They are other users of the server's machine and of the peer's, and other hosts.
     """
+    users = [[], as_user(65534)]
     with open_network() as network:
         serving, friend, stranger = network.host(), network.host(), network.host()
         network.cable((serving, "one", "10.213.1.1/24"), (friend, "eth", "10.213.1.2/24"))
@@ -765,7 +763,7 @@ async def test_strangers_on_other_hosts_and_of_other_users() -> None:
 
             async def attack() -> None:
                 async def assert_closed(host: Host, address: tuple[str, int]) -> None:
-                    for user in ([], NOBODY):
+                    for user in users:
                         assert await knock([*host.under, *user], address) == "closed"
 
                 async with trio.open_nursery() as nursery:
@@ -779,7 +777,7 @@ async def test_strangers_on_other_hosts_and_of_other_users() -> None:
             theirs = [port for port in listening(client.process.pid) if port[0] == "10.213.1.2"]
             assert theirs
             for host in (serving, friend):  # and at the peer's ports
-                for user in ([], NOBODY):
+                for user in users:
                     assert await knock([*host.under, *user], theirs[0]) == "closed"
             await client.tell()
             assert await client.hear(40) == ["still connected"]

@@ -85,6 +85,27 @@ assert state() == before, (before, state())
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"UCX_LOG_FILE": "/nonexistent/ucx.%h.log"}, "UCX_LOG_FILE=/nonexistent/ucx.%h.log: failed to open '/non"),
+        ({"UCX_LOG_FILE_SIZE": "10"}, "UCX_LOG_FILE_SIZE=10: the maximal log file size"),
+        ({"UCX_LOG_FILE_ROTATE": "-1"}, "UCX_LOG_FILE_ROTATE=-1: the log file rotate"),
+    ],
+)
+def test_a_log_that_ucx_cannot_have(environment: dict[str, str], reason: str) -> None:
+    """UCX ends the process."""
+    result = run("import trio_ucx", **environment)
+    assert result.returncode == 1
+    assert f"ImportError: UCX would end the process with {reason}" in result.stderr
+
+
+def test_only_this_process_has_a_log(tmp_path: Path) -> None:
+    """UCX is tried in another process first, which has another number."""
+    result = run("import os, trio_ucx; print(os.getpid())", UCX_LOG_FILE=f"{tmp_path}/%p.log")
+    assert os.listdir(tmp_path) == [f"{result.stdout.strip()}.log"]
+
+
 def test_loading_waits_for_other_threads_only() -> None:
     """UCX's wait for threads that may be in functions which it patches is left out while there is one thread only."""
     code = """

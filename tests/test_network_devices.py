@@ -188,6 +188,30 @@ async def test_a_forwarded_port() -> None:
 
 
 @pytest.mark.root
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("default_route", [False, True], ids=["", "default route"])
+async def test_one_worker_over_two_networks(default_route: bool) -> None:
+    """Both networks lead to one server, whose two connections may share an endpoint."""
+    ips = [ONE.ip, "10.202.0.1"]
+    with open_network() as network:
+        server, client = network.host(), network.host()
+        network.cable((server, MAIN, ONE.main[0]), (client, MAIN, TWO.main[0]))
+        network.cable((server, AFTER, "10.202.0.1/24"), (client, AFTER, "10.202.0.2/24"))
+        if default_route:
+            client.ip("route", "add", "default", "via", "10.201.0.254", "dev", MAIN)
+        await network.ready()
+        async with (
+            open_peer("host", ["0.0.0.0"], {}, under=server.under, **QUIET) as listening,
+            open_peer("visitor_by_several_ways", SIZES, under=client.under, **QUIET) as connecting,
+        ):
+            [[_, port]] = await listening.hear()
+            await connecting.tell([[ip, port] for ip in [*ips, *ips]])
+            assert await connecting.hear(40) == [[["tcp"], [ip, port]] for ip in [*ips, *ips]]
+            await listening.tell()
+            await listening.hear()
+
+
+@pytest.mark.root
 @pytest.mark.full
 @pytest.mark.parametrize("change", ["comes", "goes"])
 async def test_a_device_comes_or_goes(change: str) -> None:

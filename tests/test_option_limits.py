@@ -52,6 +52,7 @@ def untouched_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("RNDV_SCHEME", "put_zcopy", "give it auto or am"),
         ("RNDV_SCHEME", "1", "give it auto or am"),
         ("MULTI_LANE_MAX_RATIO", "0.5", "give it at least 1"),
+        ("TOPO_PRIO", "1", "give it sysfs,default or default,sysfs or sysfs or default"),
         ("TCP_MAX_IOV", "0", "give it"),
         ("TCP_MAX_POLL", "0", "give it"),
     ],

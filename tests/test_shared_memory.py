@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from injected_faults import have_no_system_v
+from injected_faults import have_no_system_v, miss_shmget
 from networks import Side, meet, need
 
 from trio_ucx import ucp
@@ -76,10 +76,11 @@ NONE_OF_SYSV = [
 NONE_OF_POSIX = [
     Limits("/dev/shm has 65536 bytes", "mount -t tmpfs -o size=64k tmpfs /dev/shm"),
     Limits("/dev/shm cannot be written to", "mount -t tmpfs -o ro tmpfs /dev/shm"),
+    Limits("a file in /dev/shm may have 102400 bytes", "ulimit -f 200"),
 ]
 NEITHER = [
     Limits(name=f"{one.name}; {other.name}", commands=f"{one.commands} && {other.commands}")
-    for one, other in zip([*NONE_OF_SYSV[:2]], NONE_OF_POSIX, strict=True)
+    for one, other in zip(NONE_OF_SYSV, NONE_OF_POSIX, strict=True)
 ]
 
 
@@ -311,3 +312,10 @@ async def test_other_users_cannot_open_segments() -> None:
         modes = [int(mode, 8) & 0o777 for _, _, mode, _, creator, *_ in rows if int(creator) == os.getpid()]
     assert modes
     assert set(modes) == {0o600}
+
+
+def test_segments_that_others_could_open_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    miss_shmget(monkeypatch)
+    assert shared_memory.restrict({"TLS": "tcp,sm,self"})["TLS"] == "tcp,posix,cma,self"
+    with pytest.raises(OSError, match="users of this user's group could open UCX's System V segments"):
+        shared_memory.restrict({"TLS": "sysv,self"})

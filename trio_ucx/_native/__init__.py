@@ -9,6 +9,8 @@ import contextlib
 import ctypes
 import importlib
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +127,37 @@ def _preload_rest(libucs: Path) -> None:
         raise ImportError(f"this process has loaded {libucs}, without a libucp that fits: {error}. {_FIRST}") from error
 
 
+#: UCX ends the process while it is loaded, if it cannot have its log there.
+_LOG = ("UCX_LOG_FILE", "UCX_LOG_FILE_SIZE", "UCX_LOG_FILE_ROTATE")
+
+
+def _try_log(libucs: str) -> None:
+    """Loads UCX in a child first, if the user has chosen where its log goes.
+
+    Raises:
+        ImportError: UCX ends the process then; it says why.
+    """
+    values = {name: os.environ.get(name) for name in _LOG}
+    chosen = {name: value for name, value in values.items() if value and value != _WHILE_LOADING.get(name)}
+    if not chosen:
+        return
+    if "UCX_LOG_FILE" in chosen:  # the child opens the file that we shall open
+        chosen["UCX_LOG_FILE"] = chosen["UCX_LOG_FILE"].replace("%p", str(os.getpid()))
+    child = subprocess.run(
+        [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", libucs],
+        env={**os.environ, **chosen},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    if child.returncode < 0:
+        reason = re.search(r"\.c:\d+ +(?:Fatal: )?(.+)", child.stderr.decode(errors="replace"))
+        raise ImportError(
+            f"UCX would end the process with {', '.join(f'{name}={values[name]}' for name in chosen)}: "
+            f"{'it does not say why' if reason is None else reason[1].strip()}. Choose another value, or unset it"
+        )
+
+
 def _preload_wheel() -> None:
     """Opens the PyPI wheel's libraries by their full paths, so that ours binds to them by soname."""
     try:
@@ -135,12 +168,15 @@ def _preload_wheel() -> None:
             "TRIO_UCX_SYSTEM_UCX=1 to use the system's libucp"
         ) from error
     # libucx.load_library() opens the same files, but in some releases prefers the system's.
-    for name in ("libucs.so", "libuct.so", "libucp.so"):
-        ctypes.CDLL(str(Path(libucx.__file__).with_name("lib") / name))
+    files = [str(Path(libucx.__file__).with_name("lib") / name) for name in ("libucs.so", "libuct.so", "libucp.so")]
+    _try_log(files[0])
+    for file in files:
+        ctypes.CDLL(file)
 
 
 def _preload_system() -> None:
     """Opens the system's library, so that ours binds to that one although it would look for the wheel's first."""
+    _try_log("libucs.so.0")
     try:
         ctypes.CDLL("libucp.so.0")
     except OSError as error:

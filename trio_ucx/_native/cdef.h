@@ -175,6 +175,7 @@ int tu_timer_set(int fd, uint64_t nanoseconds, bool repeat);
 bool tu_timer_ended(int fd);
 int tu_wait_create(int efd, int timer);
 int tu_probe_sysv(size_t one, size_t other);
+bool tu_keep_segments_private(void);
 int tu_probe_thread(void);
 int tu_descriptors_left(int wanted);
 bool tu_readable(int fd);

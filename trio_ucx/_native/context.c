@@ -26,7 +26,7 @@ int tu_context_create(const char **names, const char **values, size_t count, uin
     if (context == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    tu_keep_segments_private();
+    (void)tu_keep_segments_private();
     context->features = features;
     status = ucp_config_read(NULL, NULL, &context->config);
     if (status != UCS_OK) {

@@ -103,11 +103,6 @@ void tu_log_info(const char *text);
 /* Keeps it from looking at endpoints that UCX could not make. */
 void tu_keepalive_guard(void);
 
-/* ---- System V shared memory (private_segments.c) ---- */
-
-/* Lets no other user open the segments that UCX makes from now on. */
-void tu_keep_segments_private(void);
-
 /* ---- import tables (imports.c) ---- */
 
 /* Returns false if the library does not import the function. */

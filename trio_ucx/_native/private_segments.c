@@ -15,16 +15,21 @@ static int private_shmget(key_t key, size_t size, int flags)
     return shmget(key, size, flags & ~OTHERS);
 }
 
+static bool are_private;
+
 static void replace_once(void)
 {
     const void *libucs = (const void *)(uintptr_t)ucs_status_string;
 
-    tu_replace_import(libucs, "shmget", (const void *)(uintptr_t)private_shmget);
+    are_private = tu_replace_import(libucs, "shmget", (const void *)(uintptr_t)private_shmget);
 }
 
-void tu_keep_segments_private(void)
+/* Lets no other user open the segments that UCX makes from now on. Returns false if that is not possible with this
+ * libucs. */
+bool tu_keep_segments_private(void)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
 
     pthread_once(&once, replace_once);
+    return are_private;
 }

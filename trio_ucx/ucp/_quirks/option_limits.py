@@ -130,6 +130,12 @@ LIMITS = (
         words=("auto", "am"),
     ),
     Limit("RX_MPOOL_SIZES", 1, 32768, "UCX 1.22 crashes when a message comes into a buffer of 64k"),
+    Limit(
+        "TOPO_PRIO",
+        *_NO_NUMBER,
+        "UCX crashes when it finds none of the names that it knows",
+        words=("sysfs,default", "default,sysfs", "sysfs", "default"),
+    ),
     Limit("MULTI_LANE_MAX_RATIO", 1, math.inf, "UCX 1.22 finds no transport for active messages, and loops for ever"),
 )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -146,6 +147,12 @@ def _needed(kind: str, options: Mapping[str, str]) -> tuple[int, int]:
 
 def _sysv_problem(options: Mapping[str, str]) -> OSError | None:
     """Why a worker cannot have System V shared memory; None if it can."""
+    if not lib.tu_keep_segments_private():
+        return OSError(
+            errno.EPERM,
+            "users of this user's group could open UCX's System V segments (their mode is 0660, and trio_ucx cannot "
+            "change it, because this libucs does not import shmget() from the C library)",
+        )
     queue, buffers = _needed("SYSV", options)
     number = lib.tu_probe_sysv(queue, buffers)
     if number == 0:
@@ -177,4 +184,11 @@ def _posix_problem(options: Mapping[str, str], minimum: int = _POSIX_MINIMUM) ->
     free = state.f_bavail * state.f_bsize
     if free < minimum and "POSIX_SHM_MIN_SIZE" not in options:
         return OSError(errno.ENOSPC, f"{folder} has {free} bytes left, of {minimum} that UCX asks for")
+    longest, (limit, _) = max(_needed("POSIX", options)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and limit < longest:
+        return OSError(
+            errno.EFBIG,
+            f"a file in {folder} may have {limit} bytes, and UCX needs {longest}: raise the limit (ulimit -f, "
+            "RLIMIT_FSIZE)",
+        )
     return None
