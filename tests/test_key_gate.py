@@ -471,7 +471,7 @@ async def test_loopback_addresses_of_other_hosts_are_not_meant(host: str) -> Non
         pair = KeyPair(new_key(), new_key())
         internals(worker).key_gate.let_in(pair, address)
         internals(peer).key_gate.let_in(KeyPair(pair.theirs, pair.ours), None)
-        internals(worker).key_gate.let_in_holder = lambda address: None  # type: ignore[method-assign]
+        internals(worker).key_gate.let_in_by_address = lambda address: None  # type: ignore[method-assign]
         with trio.fail_after(20), contextlib.ExitStack() as stack:
             if host == "another host":
                 stack.enter_context(pytest.raises((OSError, trio.BrokenResourceError)))

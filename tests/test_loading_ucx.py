@@ -97,7 +97,7 @@ def test_a_log_that_ucx_cannot_have(environment: dict[str, str], reason: str) ->
     """UCX ends the process."""
     result = run("import trio_ucx", **environment)
     assert result.returncode == 1
-    assert f"ImportError: UCX would end the process with {reason}" in result.stderr
+    assert f"ImportError: UCX would end this process with {reason}" in result.stderr
 
 
 def test_only_this_process_has_a_log(tmp_path: Path) -> None:

@@ -322,7 +322,7 @@ def test_cuda_array_interface_refused(
         Pinned(Interface(4096, *arguments, **more))
     with pytest.raises(ValueError, match="address 0"):
         Pinned(Interface(0, (4,)))
-    with pytest.raises(TypeError, match="without its mask"):
+    with pytest.raises(TypeError, match="do not include its mask"):
         Pinned(Interface(4096, (4,), mask=object()))
     with pytest.raises(TypeError, match="cannot receive into a read-only Interface"):
         Pinned(Interface(4096, (4,), readonly=True), writable=True)

@@ -170,7 +170,7 @@ async def test_a_client_behind_address_translation(reply: str) -> None:
     if kind == "TimeoutError":  # the client gave up first
         assert "does a firewall or NAT block them?" in text
     else:
-        assert "its UCX listens at 10.203.0.2:" in meeting.log and "(and not at 10.202.0.254, as the" in meeting.log
+        assert "its UCX listens at 10.203.0.2:" in meeting.log and "(and not at 10.202.0.254, where its" in meeting.log
 
 
 @pytest.mark.root
@@ -238,7 +238,9 @@ async def test_a_device_comes_or_goes(change: str) -> None:
             if change == "comes":
                 kind, _, text, seconds = await visit("10.77.0.1")
                 assert kind in ("OSError", "TimeoutError", "ConnectionRefusedError") and seconds < 9, (kind, text)
-                assert "(and not at 10.77.0.1, as the control socket: NAT, or a device that this worker" in text, text
+                assert "(and not at 10.77.0.1, where its control socket is: NAT, or a device that its worker" in text, (
+                    text
+                )
             await listening.tell()
             await listening.hear()
 

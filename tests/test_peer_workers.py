@@ -490,7 +490,7 @@ class Node:
         self.engine: Any = SimpleNamespace(
             peer_workers=self.peer_workers,
             identity=SimpleNamespace(address=SimpleNamespace(uid=uid)),
-            key_gate=SimpleNamespace(let_in_holder=lambda address: None),
+            key_gate=SimpleNamespace(let_in_by_address=lambda address: None),
             handle=self,
         )
 

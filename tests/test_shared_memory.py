@@ -76,7 +76,7 @@ NONE_OF_SYSV = [
 NONE_OF_POSIX = [
     Limits("/dev/shm has 65536 bytes", "mount -t tmpfs -o size=64k tmpfs /dev/shm"),
     Limits("/dev/shm cannot be written to", "mount -t tmpfs -o ro tmpfs /dev/shm"),
-    Limits("a file in /dev/shm may have 102400 bytes", "ulimit -f 200"),
+    Limits("a file in /dev/shm may have at most 102400 bytes", "ulimit -f 200"),
 ]
 NEITHER = [
     Limits(name=f"{one.name}; {other.name}", commands=f"{one.commands} && {other.commands}")
@@ -317,5 +317,5 @@ async def test_other_users_cannot_open_segments() -> None:
 def test_segments_that_others_could_open_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     miss_shmget(monkeypatch)
     assert shared_memory.restrict({"TLS": "tcp,sm,self"})["TLS"] == "tcp,posix,cma,self"
-    with pytest.raises(OSError, match="users of this user's group could open UCX's System V segments"):
+    with pytest.raises(OSError, match="other members of this user's group could open UCX's System V segments"):
         shared_memory.restrict({"TLS": "sysv,self"})

@@ -126,9 +126,9 @@ async def test_report_names_the_operation_that_waits_and_the_rank(tmp_path: Path
         await group.barrier()
 
     expected = [
-        "=> rank 1 is in a barrier (collective operation 1), which this rank has not begun: all ranks must call the "
-        "same ones in the same order",
-        "=> this rank is in a barrier (collective operation 1), and waits for rank 0, which has not come to it",
+        "=> rank 1 waits in collective operation 1 (barrier), which this rank has not begun: all ranks must call the "
+        "same operations in the same order",
+        "=> this rank waits in collective operation 1 (barrier) for rank 0, which has not reached it",
     ]
     await run_ranks(tmp_path, 2, body)
 
@@ -375,7 +375,7 @@ async def test_every_cancelled_collective_counts(tmp_path: Path) -> None:
 
 async def test_different_collectives_are_an_error(tmp_path: Path) -> None:
     async def body(group: mesh.Group) -> None:
-        with pytest.raises(RuntimeError, match="all ranks must call the same ones"):
+        with pytest.raises(RuntimeError, match="all ranks must call the same operations"):
             await (group.barrier() if group.rank else group.all_gather(b""))
 
     await run_ranks(tmp_path, 2, body)

@@ -484,8 +484,8 @@ class Handshake:
         assert self._own is not None
         theirs, ours = self._places(self.peer, self.remote), self._places(self._own, self.local)
         return (
-            f"its UCX listens at {theirs}, ours at {ours}; UCX_NET_DEVICES=eth0, say, names the network devices that a "
-            "side uses"
+            f"its UCX listens at {theirs}, ours at {ours}; UCX_NET_DEVICES=eth0, for example, says which network "
+            "devices a side uses"
         )
 
     def _places(self, side: PeerDescription, end: Address) -> str:
@@ -494,7 +494,9 @@ class Handshake:
         ip = "" if self.is_local or end is None else end[0].partition("%")[0]
         if not any(family_of(ip) == family_of(host) for host in {*side.worker._tcp_hosts} - {ip}):
             return places
-        return f"{places} (and not at {ip}, as the control socket: NAT, or a device that this worker does not use?)"
+        return (
+            f"{places} (and not at {ip}, where its control socket is: NAT, or a device that its worker does not use?)"
+        )
 
     def check(self) -> None:
         """Raises the error that has made a connection impossible, if there is one.

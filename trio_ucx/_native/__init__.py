@@ -86,11 +86,13 @@ def _system_wanted() -> bool | None:
 
 
 #: What helps if something else has loaded a UCX that does not fit.
-_FIRST = "Import trio_ucx before what loads that UCX (such as mpi4py.MPI, or LD_PRELOAD)"
+_IMPORT_FIRST = (
+    "Import trio_ucx before the module that loads that UCX (such as mpi4py.MPI), or take it out of LD_PRELOAD"
+)
 
 
 class _Place(ctypes.Structure):
-    """Where an address is (``Dl_info``)."""
+    """What has an address: a file and a symbol (``Dl_info``)."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -116,26 +118,28 @@ def _loaded_before() -> Path | None:
 
 
 def _preload_rest(libucs: Path) -> None:
-    """Opens the libucp of the UCX of which libucs is loaded: that of another UCX does not fit.
+    """Opens the libucp that belongs to the libucs that is loaded; another one does not fit.
 
     Raises:
-        ImportError: it has none.
+        ImportError: there is none.
     """
     try:
         ctypes.CDLL(str(libucs.with_name(libucs.name.replace("libucs", "libucp"))))
     except OSError as error:
-        raise ImportError(f"this process has loaded {libucs}, without a libucp that fits: {error}. {_FIRST}") from error
+        raise ImportError(
+            f"this process has loaded {libucs}, without a libucp that fits: {error}. {_IMPORT_FIRST}"
+        ) from error
 
 
-#: UCX ends the process while it is loaded, if it cannot have its log there.
+#: Variables of UCX's log. If UCX cannot use one of them, it ends the process while it is being loaded.
 _LOG = ("UCX_LOG_FILE", "UCX_LOG_FILE_SIZE", "UCX_LOG_FILE_ROTATE")
 
 
 def _try_log(libucs: str) -> None:
-    """Loads UCX in a child first, if the user has chosen where its log goes.
+    """Loads UCX in a child process first, if the user has set a variable of its log.
 
     Raises:
-        ImportError: UCX ends the process then; it says why.
+        ImportError: UCX has ended the child; the message has UCX's reason.
     """
     values = {name: os.environ.get(name) for name in _LOG}
     chosen = {name: value for name, value in values.items() if value and value != _WHILE_LOADING.get(name)}
@@ -153,8 +157,8 @@ def _try_log(libucs: str) -> None:
     if child.returncode < 0:
         reason = re.search(r"\.c:\d+ +(?:Fatal: )?(.+)", child.stderr.decode(errors="replace"))
         raise ImportError(
-            f"UCX would end the process with {', '.join(f'{name}={values[name]}' for name in chosen)}: "
-            f"{'it does not say why' if reason is None else reason[1].strip()}. Choose another value, or unset it"
+            f"UCX would end this process with {', '.join(f'{name}={values[name]}' for name in chosen)}: "
+            f"{'it gives no reason' if reason is None else reason[1].strip()}. Set another value, or unset the variable"
         )
 
 
@@ -205,7 +209,8 @@ def _load() -> tuple[Any, Any, UCXLibrary]:
                 raise ImportError(_compiled_module_missing()) from error
             if before is not None:
                 raise ImportError(
-                    f"trio_ucx does not work with {before}, which this process has loaded before: {error}. {_FIRST}"
+                    f"trio_ucx does not work with {before}, which this process has loaded before: {error}. "
+                    f"{_IMPORT_FIRST}"
                 ) from error
             where = "the system's UCX" if system else "libucx-cu12"
             raise ImportError(f"trio_ucx's compiled module does not load with {where}: {error}") from error
@@ -217,11 +222,11 @@ def _load() -> tuple[Any, Any, UCXLibrary]:
     compiled = (numbers[0], numbers[1])
     file = os.fsdecode(ffi.string(lib.tu_library_file()))
     library = UCXLibrary(version, compiled, file, system=Path(file).parent.parent.name != "libucx")
-    check_versions(library, None if before is None else _FIRST)
+    check_versions(library, None if before is None else _IMPORT_FIRST)
     if before is not None and wanted not in (None, library.system):
         raise ImportError(
-            f"TRIO_UCX_SYSTEM_UCX asks for another UCX than {file}, which this process has loaded before. {_FIRST}, or "
-            "unset the variable"
+            f"TRIO_UCX_SYSTEM_UCX asks for another UCX than {file}, which this process has loaded before. "
+            f"{_IMPORT_FIRST}, or unset the variable"
         )
     if not os.environ.get("UCX_LOG_FILE"):  # else the user has chosen where the lines go
         lib.tu_log_begin()
@@ -263,8 +268,8 @@ def check_versions(library: UCXLibrary, advice: str | None = None) -> None:
     major = library.compiled_version[0]
     if library.version[:2] < MINIMUM_UCX or library.version[0] != major:
         advice = advice or (
-            "Install another UCX (pip install --upgrade libucx-cu12), or choose the other one that is installed with "
-            f"TRIO_UCX_SYSTEM_UCX={'0' if library.system else '1'}"
+            "Install another UCX (pip install --upgrade libucx-cu12), or set TRIO_UCX_SYSTEM_UCX="
+            f"{'0' if library.system else '1'} to use the other one that is installed"
         )
         raise ImportError(
             f"{library.file} is UCX {library.release}, and trio_ucx, which was compiled for UCX {major}, needs "

@@ -45,7 +45,7 @@ typedef struct place {
 typedef struct network {
     place_t place;             /* port 0 */
     unsigned prefix;           /* bits */
-    bool wants_keys;           /* a host of it has refused a connection without a key, and none with a key since */
+    bool wants_keys;           /* the latest refusal by one of its hosts was of a connection without a key */
 } network_t;
 
 typedef struct port {
@@ -84,7 +84,7 @@ typedef struct watched {
     tu_gate_t *gate;           /* of its worker */
     bool listens;
     unsigned port;             /* if it listens: its place in gate->ports */
-    place_t place;             /* else where it connects */
+    place_t place;             /* if it connects: where */
     bool keyless;              /* no key is shown, and what comes is UCX's */
     bool shown;                /* the key was sent */
     size_t received;           /* bytes of the answer */
@@ -196,8 +196,8 @@ static tu_pair_t *pair_for_place(const tu_gate_t *gate, const place_t *place)
     return NULL;
 }
 
-/* Lets in whoever shows `ours`, and answers with `theirs`, which UCX shows where it connects to these addresses. Returns
- * NULL if there is no memory. */
+/* Adds a pair. The gate lets in whoever shows `ours`, and answers with `theirs`. Where UCX connects to one of the
+ * addresses, the gate shows `theirs`. Returns NULL if there is no memory. */
 tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs, const tu_address_t *addresses,
                        size_t count)
 {
@@ -445,8 +445,8 @@ static int gate_accept(int fd, struct sockaddr *address, socklen_t *length)
     return -1;
 }
 
-/* Admitted hosts are shown no key at first. They can have none of the keys for their place: a key counts on both sides
- * only while both have its pair, and where UCX connects a raw endpoint, it does not try again. */
+/* An admitted host is shown no key at first. It may have none of the keys for its place: a key works only while both
+ * sides have the pair. To refuse one would be fatal to a raw endpoint, which UCX does not connect again. */
 static int gate_connect(int fd, const struct sockaddr *address, socklen_t length)
 {
     tu_gate_t *gate = acting;
@@ -511,8 +511,9 @@ static ssize_t gate_send(int fd, const void *data, size_t length, int flags)
     return sent - TU_KEY;
 }
 
-/* The peer has not let us in, and UCX tries again: in the other way, or with another pair for the place, if it can. */
-static void try_otherwise(const watched_t *socket)
+/* The peer has refused this connection. Prepares UCX's next attempt: with a key instead of without one, or the reverse
+ * (an admitted host); and with another pair for this place, if there is one. */
+static void after_refusal(const watched_t *socket)
 {
     network_t *network;
     tu_pair_t *pair;
@@ -531,14 +532,14 @@ static void try_otherwise(const watched_t *socket)
     pthread_mutex_unlock(&mutex);
 }
 
-/* Receives, and notes what an end of the connection says about the key. */
+/* Receives. If the peer has closed the connection, that was a refusal. */
 static ssize_t receive_first(const watched_t *socket, int fd, void *data, size_t length, int flags)
 {
     ssize_t received = recv(fd, data, length, flags);
     int error        = errno;
 
     if (length > 0 && (received == 0 || (received < 0 && error != EAGAIN && error != EINTR))) {
-        try_otherwise(socket);
+        after_refusal(socket);
         errno = error;
     }
     return received;

@@ -1,4 +1,4 @@
-/* System V shared memory of this user only.
+/* Keeps other users out of UCX's System V shared memory.
  *
  * UCX makes the segments of its workers with mode 0660 (mm_sysv.c): another user of the same primary group could read
  * messages there, and write into them. */
@@ -8,11 +8,11 @@
 
 #include "native.h"
 
-#define OTHERS 077
+#define GROUP_AND_OTHERS 077
 
 static int private_shmget(key_t key, size_t size, int flags)
 {
-    return shmget(key, size, flags & ~OTHERS);
+    return shmget(key, size, flags & ~GROUP_AND_OTHERS);
 }
 
 static bool are_private;
@@ -24,8 +24,8 @@ static void replace_once(void)
     are_private = tu_replace_import(libucs, "shmget", (const void *)(uintptr_t)private_shmget);
 }
 
-/* Lets no other user open the segments that UCX makes from now on. Returns false if that is not possible with this
- * libucs. */
+/* Lets no other user open the segments that UCX makes from now on. Returns false if libucs does not
+ * import shmget(). */
 bool tu_keep_segments_private(void)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;

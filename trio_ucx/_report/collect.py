@@ -276,7 +276,7 @@ class _Collector:
         if user is None or user.call is not None or talk.left:
             return None
         name = causes.queue_name(talk.into)
-        cause = f"the peer may wait for an answer on {name}: its task {user.task!r} waits for something else"
+        cause = f"the peer may wait for an answer on {name}: our task {user.task!r} waits for something else"
         opened_here = not wire.CONVERSATIONS <= talk.into < wire.ANSWERS
         text = "{queue}: used by task {task!r}{where}"
         return item(text, [] if opened_here or talk.peer_left else [cause], queue=name, **attrs.asdict(user))

@@ -89,13 +89,13 @@ class Collectives:
             generation, number, kind = _HEAD.unpack_from(message)
             if (generation, number) > (self._generation, self._number):
                 yield (
-                    f"rank {link.rank} is in a {KINDS[kind]} (collective operation {number}), which this rank has not "
-                    "begun: all ranks must call the same ones in the same order"
+                    f"rank {link.rank} waits in collective operation {number} ({KINDS[kind]}), which this rank has not "
+                    "begun: all ranks must call the same operations in the same order"
                 )
         elif call is not None and isinstance(call.step, Take) and call.step.rank == link.rank:
             yield (
-                f"this rank is in a {KINDS[call.kind]} (collective operation {call.number}), and waits for rank "
-                f"{link.rank}, which has not come to it"
+                f"this rank waits in collective operation {call.number} ({KINDS[call.kind]}) for rank {link.rank}, "
+                "which has not reached it"
             )
 
     def _interrupt(self, rank: int) -> None:
@@ -269,6 +269,6 @@ class Collectives:
                     link.pending.insert(0, message)
                     raise RuntimeError(
                         f"rank {link.rank} is in collective operation {number}, {KINDS[kind]}, but this rank is in "
-                        f"{call.number}, {KINDS[call.kind]}: all ranks must call the same ones in the same order"
+                        f"{call.number}, {KINDS[call.kind]}: all ranks must call the same operations in the same order"
                     )
                 return message[_HEAD.size :]

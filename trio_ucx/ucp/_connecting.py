@@ -58,7 +58,7 @@ def connect_worker(
 ) -> EndpointCore:
     """A raw endpoint, which notices by itself that its peer's process died."""
     usable = _usable_part(engine, address, options)
-    admission = engine.key_gate.let_in_holder(usable)
+    admission = engine.key_gate.let_in_by_address(usable)
     try:
         core = _make_to_worker(engine, usable, options, repr(address))
     except BaseException:

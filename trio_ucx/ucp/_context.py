@@ -490,7 +490,7 @@ def _initialisation_error(status: int, options: Mapping[str, str]) -> Exception:
     doing = f"starting UCX with the transports {_transports(options)!r} (option TLS, or UCX_TLS)"
     error = UCXError(status, with_chosen_options(doing, options))
     if error.status is Status.EXCEEDS_LIMIT:
-        error.add_note("UCX takes at most 128 devices and transports: name the devices, as in UCX_NET_DEVICES=eth0")
+        error.add_note("UCX takes at most 128 devices: name the devices, as in UCX_NET_DEVICES=eth0")
     error.add_note("`python -m trio_ucx info` lists the transports of this machine")
     return error
 

@@ -150,7 +150,7 @@ def _from_cuda_interface(data: object, interface: Any) -> Array:
         raise ValueError(f"the __cuda_array_interface__ of {type(data).__name__} is wrong: {error!r}") from error
     if interface.get("mask") is not None:
         raise TypeError(
-            f"the bytes of this {type(data).__name__} are without its mask: send its data and its mask, one by one"
+            f"the bytes of this {type(data).__name__} do not include its mask: send its data and its mask separately"
         )
     strides = None if strides is None else tuple(strides)
     address = address or 0

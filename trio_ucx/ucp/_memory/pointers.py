@@ -33,7 +33,7 @@ def check_elements(data: Any, purpose: str) -> None:
     if isinstance(getattr(type(data), "mask", None), property):  # numpy's masked arrays, and astropy's
         raise TypeError(
             f"cannot {purpose} this {type(data).__name__}: its mask is not part of its bytes. Use its data and its "
-            "mask, one by one, or an array without a mask"
+            "mask separately, or an array without a mask"
         )
     if has_pointers(data):
         raise TypeError(

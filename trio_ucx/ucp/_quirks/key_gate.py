@@ -1,8 +1,8 @@
 """The key gate: keys that open the ports of UCX's TCP transport (data ports), and hosts that need none.
 
 UCX trusts everything that arrives at a data port. A stranger who speaks its protocol can write anywhere in our memory
-(``UCT_TCP_EP_PUT_REQ_AM_ID``), or end the process. So a data port lets in whoever shows one of its keys, and shows one
-in return; ``_native/key_gate.c`` says how. This module decides on the keys:
+(``UCT_TCP_EP_PUT_REQ_AM_ID``), or end the process. A data port therefore lets in whoever shows one of its keys, and
+answers with the other key of the pair; ``_native/key_gate.c`` says how. This module decides on the keys:
 
 * Each exchange of a Connection makes a pair, one key for each side's ports. The peer is let in with it before it can
   connect, and until the endpoint to it is closed.
@@ -14,9 +14,10 @@ Nobody else reaches the data ports, and UCX connects to nobody else over TCP. Ra
 which the gate does not guard. None of this needs a privilege.
 
 Report: "A stranger at TCP's data port", in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not needed any more when
-UCX authenticates its TCP connections (``data_port.c`` there has no effect). A worker gets no Connections if UCX listens
-where C code has not seen it, if a function of the C library could not be replaced in libucs, or if its worker address
-has an unknown layout. Tests: ``tests/test_key_gate.py``, ``tests/test_protected_mode.py``.
+UCX authenticates its TCP connections (``docs/ucx-reports/data_port.c`` then has no effect). A worker gets no
+Connections if UCX listens at a port that ``key_gate.c`` has not seen, if a function of the C library could not be
+replaced in libucs, or if its worker address has an unknown layout. Tests: ``tests/test_key_gate.py``,
+``tests/test_protected_mode.py``.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Admission:
         self._native = native
 
     def end(self) -> None:
-        """Takes the keys away. Connections that UCX has made stay. Ended already: no effect."""
+        """Takes the keys away. Connections that UCX has made stay. No effect if it has ended."""
         native, self._native = self._native, None
         if native is not None and self._gate.handle is not None:
             lib.tu_gate_remove(native)
@@ -71,7 +72,7 @@ class KeyGate:
     Args:
         handle: UCX's worker.
         address: the worker's, which says where UCX listens.
-        unknown_layout: why that could not be read from UCX's address; None if it could.
+        unknown_layout: why UCX's address could not be read; None if it could.
 
     Attributes:
         handle: None once UCX's worker is destroyed.
@@ -151,8 +152,9 @@ class KeyGate:
     def public_address(self) -> WorkerAddress:
         """The worker's address with keys: from now on, whoever has it can connect.
 
-        Where UCX connects to a host for which the gate has no other pair, it shows the second key of this address. That
-        happens when a peer that holds the address asks UCX to connect back: we do not know that peer's own address.
+        If UCX connects to a host for which the gate has no other pair, the gate shows the second key of this address.
+        That happens when a peer that has the address makes our UCX connect back: we do not know that peer's own
+        address.
         """
         if self.handle is None:
             return self.address
@@ -161,7 +163,7 @@ class KeyGate:
         ports = self.address.tcp_addresses or tuple(self._ports)  # the address may have an unknown layout
         return self.address._changed(keys=pair.ours + pair.theirs, tcp_addresses=ports)
 
-    def let_in_holder(self, address: WorkerAddress) -> Admission | None:
+    def let_in_by_address(self, address: WorkerAddress) -> Admission | None:
         """Lets in the worker with this public address: its UCX may have to connect to our data ports.
 
         Returns:
@@ -181,7 +183,9 @@ class KeyGate:
     # ---- hosts that need no key ----
 
     def admit(self, networks: Iterable[Network]) -> None:
-        """Lets in the hosts of some networks without a key. A network with an address of this machine means all of it.
+        """Lets in the hosts of some networks without a key.
+
+        If a network contains an address of this machine, all addresses of this machine are let in.
 
         Raises:
             MemoryError: there is no memory for that.

@@ -1,15 +1,16 @@
-"""UCX takes every address to which there is some route for one that it can reach.
+"""Chooses the network devices over which UCX connects to a peer.
 
-A worker's address has all its network devices, and UCX connects to one that it chooses. If two hosts share one network
-and each has another one (a VPN, a storage network, ``docker0``), it may choose an address that the peer does not reach,
-or that is somebody else's here. Then messages do not get through. Between two Connections' sides, however, the control
-socket has just shown that one device leads to the peer. So each side tells the other only the TCP device that has its
-end of the control socket. Devices of other transports, such as RDMA's, stay. For raw endpoints the user names the
-network: ``Worker.open_endpoint(..., network=...)``.
+A worker's address has all its network devices, and UCX connects to one that it chooses: it assumes that it can reach
+every address to which there is a route. If two hosts share one network and each has another one (a VPN, a storage
+network, ``docker0``), it may choose an address that it does not reach, or that another host has in its own networks.
+Messages then do not get through. Between the two sides of a Connection, however, the control socket has shown which
+device leads to the peer. Each side therefore tells the other only the TCP device that has its own end of the control
+socket. Devices of other transports, such as RDMA's, stay. For raw endpoints the user names the network:
+``Worker.open_endpoint(..., network=...)``.
 
-All TCP devices stay if the user has named devices (``NET_DEVICES=eth0,eth1``: several fast ones, say), if the control
-socket does not leave this machine (each device leads to it; and a tunnel does not say where it leads), or if UCX has no
-TCP device there.
+All TCP devices stay in three cases: the user has named devices (``NET_DEVICES=eth0,eth1``: several fast ones, say);
+both ends of the control socket are on this machine, which every device reaches; or UCX has no TCP device at that
+address.
 
 Releases: all, 1.13 to 1.22. Not needed any more when UCX tries one address after another until a connection is up.
 Tests: ``tests/test_network_devices.py``.
@@ -30,7 +31,7 @@ from .address_layout import parse_worker_address, with_tcp_at
 from .key_gate import parse_networks
 from .option_limits import in_force
 
-#: More addresses than that are not looked at, of one device.
+#: The most addresses of one device that are looked at.
 _MOST = 256
 
 
@@ -41,7 +42,7 @@ def names_devices(config: Mapping[str, str]) -> bool:
 
 
 def at_control_socket(address: WorkerAddress, host: str) -> WorkerAddress:
-    """A worker's address, of its TCP devices only the one that has our end of a control socket to another machine.
+    """Returns a worker's address with only the TCP device that has our end of a control socket to another machine.
 
     Args:
         host: the IP address of our end.
@@ -59,13 +60,13 @@ def _with_tcp_at(address: WorkerAddress, hosts: frozenset[str]) -> WorkerAddress
 
 
 def in_network(address: WorkerAddress, network: str) -> WorkerAddress:
-    """A worker's address, of its TCP devices only those in an IP network.
+    """Returns a worker's address with only those TCP devices that have an address in an IP network.
 
     Args:
         network: as in ``"10.0.0.0/8"``, or one address.
 
     Raises:
-        TypeError, ValueError: that is no network; or the address has an unknown layout.
+        TypeError, ValueError: ``network`` is none; or the address has an unknown layout.
         OSError: none of its TCP devices is in it (EHOSTUNREACH).
     """
     [chosen] = parse_networks([network])
@@ -83,7 +84,7 @@ def in_network(address: WorkerAddress, network: str) -> WorkerAddress:
 
 
 def _changed(address: WorkerAddress, hosts: Collection[str], **parts: bytes) -> WorkerAddress:
-    """The address with these parts, in which TCP listens at these hosts only."""
+    """Returns the address with these parts, and of its TCP addresses only those of these hosts."""
     return address._changed(tcp_addresses=tuple(at for at in address.tcp_addresses if at[0] in hosts), **parts)
 
 

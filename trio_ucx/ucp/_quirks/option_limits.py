@@ -133,7 +133,7 @@ LIMITS = (
     Limit(
         "TOPO_PRIO",
         *_NO_NUMBER,
-        "UCX crashes when it finds none of the names that it knows",
+        "UCX crashes if the value contains no name that it knows",
         words=("sysfs,default", "default,sysfs", "sysfs", "default"),
     ),
     Limit("MULTI_LANE_MAX_RATIO", 1, math.inf, "UCX 1.22 finds no transport for active messages, and loops for ever"),

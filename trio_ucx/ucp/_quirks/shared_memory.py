@@ -150,8 +150,8 @@ def _sysv_problem(options: Mapping[str, str]) -> OSError | None:
     if not lib.tu_keep_segments_private():
         return OSError(
             errno.EPERM,
-            "users of this user's group could open UCX's System V segments (their mode is 0660, and trio_ucx cannot "
-            "change it, because this libucs does not import shmget() from the C library)",
+            "other members of this user's group could open UCX's System V segments (mode 0660), and trio_ucx cannot "
+            "change that, because this libucs does not import shmget() from the C library",
         )
     queue, buffers = _needed("SYSV", options)
     number = lib.tu_probe_sysv(queue, buffers)
@@ -188,7 +188,7 @@ def _posix_problem(options: Mapping[str, str], minimum: int = _POSIX_MINIMUM) ->
     if limit != resource.RLIM_INFINITY and limit < longest:
         return OSError(
             errno.EFBIG,
-            f"a file in {folder} may have {limit} bytes, and UCX needs {longest}: raise the limit (ulimit -f, "
+            f"a file in {folder} may have at most {limit} bytes, and UCX needs {longest}: raise the limit (ulimit -f, "
             "RLIMIT_FSIZE)",
         )
     return None
