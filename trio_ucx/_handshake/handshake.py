@@ -492,7 +492,7 @@ class Handshake:
         """Returns where a side's UCX listens, and says if that is not the address of its end of the control socket."""
         places = ", ".join(map(format_address, side.worker.tcp_addresses)) or "no TCP address"
         ip = "" if self.is_local or end is None else end[0].partition("%")[0]
-        if not any(family_of(ip) == family_of(host) for host in {*side.worker._tcp_hosts} - {ip}):
+        if not ip or not any(family_of(ip) == family_of(host) for host in {*side.worker._tcp_hosts} - {ip}):
             return places
         return (
             f"{places} (and not at {ip}, where its control socket is: NAT, or a device that its worker does not use?)"

@@ -12,6 +12,8 @@ All TCP devices stay in three cases: the user has named devices (``NET_DEVICES=e
 both ends of the control socket are on this machine, which every device reaches; or UCX has no TCP device at that
 address.
 
+Before 1.20, UCX may also connect from a device that does not lead to the peer; nothing here changes that.
+
 Releases: all, 1.13 to 1.22. Not needed any more when UCX tries one address after another until a connection is up.
 Tests: ``tests/test_network_devices.py``.
 """
