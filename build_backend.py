@@ -30,7 +30,7 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-OLDEST_LIBUCX = "libucx-cu12==1.20.*"
+OLDEST_LIBUCX = "libucx-cu12==1.21.*"
 
 
 def get_requires_for_build_wheel(config_settings: Mapping[str, object] | None = None) -> list[str]:

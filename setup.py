@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from build_ffi import use_system_ucx
 
 #: The UCX that is installed with trio_ucx, by the value of TRIO_UCX_LIBUCX.
-LIBUCX = {"cu12": ["libucx-cu12>=1.20"], "cu13": ["libucx-cu13>=1.20"], "none": []}
+LIBUCX = {"cu12": ["libucx-cu12>=1.21"], "cu13": ["libucx-cu13>=1.21"], "none": []}
 
 
 def libucx() -> list[str]:

@@ -165,11 +165,11 @@ print([one for one in wanted if "libucx" in one and "extra" not in one])
 @pytest.mark.parametrize(
     ("variables", "to_build", "to_run"),
     [
-        ({}, ["libucx-cu12==1.20.*"], ["libucx-cu12>=1.20"]),
+        ({}, ["libucx-cu12==1.21.*"], ["libucx-cu12>=1.21"]),
         ({"TRIO_UCX_SYSTEM_UCX": "1"}, [], []),
-        ({"TRIO_UCX_LIBUCX": "cu13"}, ["libucx-cu12==1.20.*"], ["libucx-cu13>=1.20"]),
-        ({"TRIO_UCX_LIBUCX": "none"}, ["libucx-cu12==1.20.*"], []),
-        ({"TRIO_UCX_SYSTEM_UCX": "1", "TRIO_UCX_LIBUCX": "cu12"}, [], ["libucx-cu12>=1.20"]),
+        ({"TRIO_UCX_LIBUCX": "cu13"}, ["libucx-cu12==1.21.*"], ["libucx-cu13>=1.21"]),
+        ({"TRIO_UCX_LIBUCX": "none"}, ["libucx-cu12==1.21.*"], []),
+        ({"TRIO_UCX_SYSTEM_UCX": "1", "TRIO_UCX_LIBUCX": "cu12"}, [], ["libucx-cu12>=1.21"]),
     ],
 )
 def test_ucx_is_fetched_only_where_it_is_wanted(
