@@ -15,7 +15,6 @@ from helpers import assert_transports, open_pair, pattern
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.ucp._quirks import option_limits, shared_memory
-from trio_ucx.ucp._quirks.default_options import DEFAULT_OPTIONS, unread
 from trio_ucx.ucp._quirks.option_limits import AGREED, DEFAULT_SIZES, LEAST_SEGMENT, agreed_sizes, in_force, number
 
 BOTH = "tcp,sm,self"
@@ -250,13 +249,3 @@ def test_names_of_devices() -> None:
     assert missing("mlx5_0:1,eth0,mlx5_0") == []
     assert missing("mlx5_0:3,eth1,eth0") == ["mlx5_0:3", "eth1"]
     assert missing("(mlx5_0|eth1)") == []
-
-
-def test_options_that_no_transport_reads() -> None:
-    """UCX before 1.20 would warn of them, although the user has not chosen them."""
-    options = dict(DEFAULT_OPTIONS)
-    shared, tcp = {"MM_ERROR_HANDLING"}, {"TCP_TX_SEG_SIZE", "TCP_CONN_NB"}
-    assert unread({**options, "TLS": "tcp"}) == shared
-    assert unread({**options, "TLS": "sm,self"}) >= tcp and "TCP_CM_REUSEADDR" not in unread({**options, "TLS": "sm"})
-    assert unread({**options, "TLS": "tcp,sysv,self"}) == unread(options) == set()
-    assert unread({**options, "TLS": "tcp", "MM_ERROR_HANDLING": "n"}) == set(), "the user has chosen it"

@@ -21,7 +21,7 @@ from ._memory.foreign import MemoryType
 from ._memory.registered import Access, Memory, allocate, register
 from ._quirks import descriptors, forks, option_limits, shared_memory
 from ._quirks import log as ucx_log
-from ._quirks.default_options import DEFAULT_OPTIONS, unread
+from ._quirks.default_options import DEFAULT_OPTIONS
 from ._quirks.forks import Birth
 from ._quirks.option_limits import OptionError, in_force
 from ._quirks.releases import WELL_CONFIGURABLE
@@ -381,15 +381,13 @@ def _create(options: dict[str, str], chosen: Mapping[str, str], features: Featur
     descriptors.require_thread(doing)
     out = ffi.new("tu_context_t **")
     rejected = ffi.new("size_t *")
-    without = unread({**option_limits.environment(), **options})
     while True:
-        given = {option: value for option, value in options.items() if option not in without}
-        names = [ffi.new("char[]", option.encode()) for option in given]
-        values = [ffi.new("char[]", value.encode()) for value in given.values()]
+        names = [ffi.new("char[]", option.encode()) for option in options]
+        values = [ffi.new("char[]", value.encode()) for value in options.values()]
         status = lib.tu_context_create(
             ffi.new("char *[]", names),
             ffi.new("char *[]", values),
-            len(given),
+            len(options),
             int(features),
             name,
             out,
@@ -398,11 +396,11 @@ def _create(options: dict[str, str], chosen: Mapping[str, str], features: Featur
         if status == Status.OK:
             _opened_before = True
             return out[0]
-        if rejected[0] == len(given):
+        if rejected[0] == len(options):
             descriptors.require(needed, doing)  # another thread may have taken the descriptors
             _check_devices(options, [])
             raise _initialisation_error(status, options)
-        option = list(given)[rejected[0]]
+        option = list(options)[rejected[0]]
         if option in chosen:
             raise _refused_option(option, options[option])
         del options[option]

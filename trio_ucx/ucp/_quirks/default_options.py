@@ -8,11 +8,9 @@ is not needed any more when the tests pass without it, and ``benchmarks/defaults
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from ..._native import ucx
-from . import shared_memory
 from .releases import WELL_CONFIGURABLE
 
 #: Messages of at least this many bytes are sent by rendezvous: they stay with the sender until they are received. A
@@ -55,17 +53,3 @@ if WELL_CONFIGURABLE <= ucx.version < TCP_WITHOUT_KEYS:
         "TCP_PUT_ENABLE": "n",
         **DEFAULT_OPTIONS,
     }
-
-#: Patterns of the options that only these transports read.
-_READ_BY = {r"MM_.*": ("sysv", "posix"), r"TCP_(?!CM_).*": ("tcp",)}
-
-
-def unread(options: Mapping[str, str]) -> set[str]:
-    """Returns those of our defaults that no transport reads which TLS allows. UCX before 1.20 would warn of them.
-
-    Args:
-        options: the options in force, with the environment's.
-    """
-    patterns = [pattern for pattern, transports in _READ_BY.items() if not shared_memory.allows(options, *transports)]
-    ours = [name for name, value in DEFAULT_OPTIONS.items() if options.get(name) == value]
-    return {name for name in ours if any(re.fullmatch(pattern, name) for pattern in patterns)}

@@ -66,12 +66,6 @@ def restrict(options: Mapping[str, str]) -> dict[str, str]:
     return changes
 
 
-def allows(options: Mapping[str, str], *transports: str) -> bool:
-    """True if the option TLS allows one of these transports."""
-    wanted = _wanted(options)
-    return any(_allows(wanted, transport) for transport in transports)
-
-
 def check(options: Mapping[str, str]) -> None:
     """Refuses to create a worker with POSIX shared memory if /dev/shm has no room for it, or cannot be written to.
 
@@ -120,8 +114,7 @@ def _problems(options: Mapping[str, str]) -> dict[str, OSError]:
 def _allows(wanted: list[str], transport: str) -> bool:
     if wanted[0].startswith("^"):
         return transport not in [each.lstrip("^") for each in wanted]
-    by_alias = transport in ("sysv", "posix")
-    return any(each in _EVERYTHING or (each in _ALIASES and by_alias) or each == transport for each in wanted)
+    return any(each in _EVERYTHING or each in _ALIASES or each == transport for each in wanted)
 
 
 def _is_local(name: str) -> bool:
