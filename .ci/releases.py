@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # the roles import it and Trio where they run; the program th
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Releases of the PyPI wheel libucx-cu12: the oldest and the newest that trio_ucx supports, and some between.
+#: Releases of the PyPI wheel libucx-cu12: the oldest and the newest that trio_ucx supports.
 WHEELS = ("1.21", "1.22")
 #: The system's UCX, where it is older than every wheel above: Debian 12's libucx-dev is 1.13.
 SYSTEM_HEADER = Path("/usr/include/ucp/api/ucp_version.h")
