@@ -141,6 +141,7 @@ async def test_a_client_is_closed_when_the_task_group_has_ended(worker: ucp.Work
                     await UCXListener(listener).serve(lambda stream: stream.aclose(), ended)
 
             nursery.start_soon(serve)
-            async with trio_ucx.connect(listener.address, worker=worker) as client:
-                with pytest.raises(trio.BrokenResourceError, match="aborted"):
+            # The abort may also arrive before the client's connect has returned.
+            with pytest.raises((trio.BrokenResourceError, ConnectionResetError), match="aborted|gave up"):
+                async with trio_ucx.connect(listener.address, worker=worker) as client:
                     await client.receive()

@@ -133,6 +133,7 @@ async def test_handlers_can_be_interrupted(worker: ucp.Worker) -> None:
 
     async def handler(connection: trio_ucx.Connection) -> None:
         seen.append(trio.lowlevel.currently_ki_protected())
+        await connection.ping()  # the client's connect has returned
         raise ValueError
 
     def on_error(connection: trio_ucx.Connection, error: Exception) -> None:

@@ -100,6 +100,19 @@ def test_a_log_that_ucx_cannot_have(environment: dict[str, str], reason: str) ->
     assert f"ImportError: UCX would end this process with {reason}" in result.stderr
 
 
+@pytest.mark.parametrize("executable", ["''", "'/bin/false'", "None"])
+def test_a_log_that_ucx_cannot_have_in_an_embedded_python(executable: str) -> None:
+    """Where ``sys.executable`` is no Python."""
+    result = run(f"import sys; sys.executable = {executable}; import trio_ucx", UCX_LOG_FILE="/nonexistent/ucx.log")
+    assert result.returncode == 1
+    assert "ImportError: UCX would end this process with UCX_LOG_FILE=/nonexistent/ucx.log" in result.stderr
+
+
+def test_a_log_where_no_child_process_can_start(tmp_path: Path) -> None:
+    result = run("import os; os.environ['PATH'] = '/nonexistent'; import trio_ucx", UCX_LOG_FILE=f"{tmp_path}/log")
+    assert result.returncode == 0, result.stderr
+
+
 def test_only_this_process_has_a_log(tmp_path: Path) -> None:
     """UCX is tried in another process first, which has another number."""
     result = run("import os, trio_ucx; print(os.getpid())", UCX_LOG_FILE=f"{tmp_path}/%p.log")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -52,17 +53,30 @@ def untouched_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("RNDV_SCHEME", "put_zcopy", "give it auto or am"),
         ("RNDV_SCHEME", "1", "give it auto or am"),
         ("MULTI_LANE_MAX_RATIO", "0.5", "give it at least 1"),
-        ("TOPO_PRIO", "1", "give it sysfs,default or default,sysfs or sysfs or default"),
+        ("TOPO_PRIO", "1", "give it sysfs or default"),
+        ("NUM_PPN", "0", "give it at least 1"),
+        ("PROTOS", "tag*", "give it all"),
+        ("MAX_RMA_LANES", "many", "give it at least 0"),
+        ("MAX_WORKER_NAME", "", "give it at least 0"),
+        ("RC_TM_MAX_BCOPY", "some", "give it at least 0"),
+        ("RNDV_FRAG_MEM_TYPE", "host,disk", "give it host or cuda"),
+        ("MEMTYPE_COPY_ENABLE", "n", "give it y or"),
+        ("USE_MT_MUTEX", "y", "give it n or"),
+        ("RCACHE_CHECK_PFN", "1", "give it 0"),
+        ("RCACHE_STAT_MAX", "inf", "give it at most 1099511627776"),
+        ("SELF_NUM_DEVICES", "-1", "give it at most 128"),
+        ("TCP_PORT_RANGE", "40000-99999", "give it at most 65535"),
+        ("TCP_PORT_RANGE", "99999999999999999999", "give it at most 65535"),
         ("TCP_MAX_IOV", "0", "give it"),
         ("TCP_MAX_POLL", "0", "give it"),
     ],
 )
 def test_values_that_cannot_work(name: str, value: str, cure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=rf"UCX's option {name}={value} in config=: {cure}.*\. [A-Zt]"):
+    with pytest.raises(ValueError, match=rf"UCX's option {name}={re.escape(value)} in config=: {cure}.*\. [A-Zt]"):
         with ucp.open_context({name: value}):
             pass
     monkeypatch.setenv(f"UCX_{name}", value)
-    with pytest.raises(ValueError, match=rf"UCX's option UCX_{name}={value} in the environment: {cure}"):
+    with pytest.raises(ValueError, match=rf"UCX's option UCX_{name}={re.escape(value)} in the environment: {cure}"):
         with ucp.open_context():
             pass
     if name == "MM_SEG_SIZE":  # what is in config= goes over the environment
@@ -71,8 +85,33 @@ def test_values_that_cannot_work(name: str, value: str, cure: str, monkeypatch: 
 
 
 def test_what_ucx_chooses_itself() -> None:
-    with ucp.open_context({"BCOPY_THRESH": "auto", "RNDV_SCHEME": "Auto"}):
+    with ucp.open_context({"BCOPY_THRESH": "auto", "RNDV_SCHEME": "Auto", "NUM_PPN": "auto", "PROTOS": "all"}):
         pass
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TOPO_PRIO", "default,sysfs"),
+        ("RNDV_FRAG_MEM_TYPE", "host,cuda"),
+        ("MAX_RMA_LANES", "2"),
+        ("MAX_WORKER_NAME", "8"),
+        ("NUM_PPN", "4"),
+        ("USE_MT_MUTEX", "no"),
+        ("SELF_NUM_DEVICES", "2"),
+        ("TCP_PORT_RANGE", "20000-60000"),
+        ("RNDV_THRESH", "99999999999999999999"),
+    ],
+)
+async def test_what_else_works(name: str, value: str) -> None:
+    """Values near those that are refused."""
+    config = {"TLS": BOTH, name: value}
+    async with ucp.open_worker(config=config) as worker, ucp.open_worker(config=config) as other:
+        async with open_pair(worker, other) as (client, server), trio.open_nursery() as nursery:
+            with trio.fail_after(20):
+                for length in (1, 9000, 1 << 20):
+                    nursery.start_soon(client.send, pattern(length, length))
+                    assert await server.receive() == pattern(length, length)
 
 
 def test_patterns_of_names() -> None:

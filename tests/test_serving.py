@@ -165,6 +165,7 @@ async def test_a_handler_asks_about_a_client_that_has_gone(worker: ucp.Worker, e
         if end == "closed":
             await client.aclose()
         else:
+            await until(lambda: listener.statistics().accepted)
             client.abort()
         await until(lambda: len(told) == 2)
         assert transports and {lane.name for lane in told[0][0]} == {lane.name for lane in transports}

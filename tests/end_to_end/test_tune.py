@@ -217,6 +217,7 @@ async def test_a_candidate_that_breaks() -> None:
         async with open_session() as client:
             with pytest.raises(CandidateError):
                 async with client.candidate(CHOICES) as candidate:
+                    await candidate.connection.ping()  # it was accepted
                     candidate.connection.abort()
                     raise trio.BrokenResourceError("made up")
             await client.run_next(ends.Kind.LATENCY, 8, 3)

@@ -138,6 +138,9 @@ _LOG = ("UCX_LOG_FILE", "UCX_LOG_FILE_SIZE", "UCX_LOG_FILE_ROTATE")
 def _try_log(libucs: str) -> None:
     """Loads UCX in a child process first, if the user has set a variable of its log.
 
+    The child is no Python: ``sys.executable`` may be another program, or missing, where Python is embedded. If there is
+    no child at all, nothing is tried.
+
     Raises:
         ImportError: UCX has ended the child; the message has UCX's reason.
     """
@@ -147,13 +150,14 @@ def _try_log(libucs: str) -> None:
         return
     if "UCX_LOG_FILE" in chosen:  # the child opens the file that we shall open
         chosen["UCX_LOG_FILE"] = chosen["UCX_LOG_FILE"].replace("%p", str(os.getpid()))
-    child = subprocess.run(
-        [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", libucs],
-        env={**os.environ, **chosen},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        check=False,
-    )
+    folder, file = os.path.split(libucs)  # apart, because the loader ends a name in LD_PRELOAD at a space
+    loader = {"LD_PRELOAD": file} | ({"LD_LIBRARY_PATH": folder} if folder else {})
+    try:
+        child = subprocess.run(
+            ["true"], env={**os.environ, **chosen, **loader}, stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
+    except OSError:
+        return
     if child.returncode < 0:
         reason = re.search(r"\.c:\d+ +(?:Fatal: )?(.+)", child.stderr.decode(errors="replace"))
         raise ImportError(

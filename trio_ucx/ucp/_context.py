@@ -507,12 +507,12 @@ def _family(options: Mapping[str, str]) -> socket.AddressFamily:
 
 
 def _rendezvous_threshold(options: Mapping[str, str]) -> int | None:
-    return _memory_units(in_force("RNDV_THRESH", options) or "auto")  # None: auto, inf, or different by fabric
+    return _memory_units(in_force("RNDV_THRESH", options) or "auto")  # None: auto, as good as inf, or one per fabric
 
 
 def _memory_units(text: str) -> int | None:
     size = option_limits.number(text)
-    return None if size is None or size == math.inf else int(size)
+    return None if size is None or size >= 1 << 62 else int(size)
 
 
 def _take_text(text: Any) -> str:

@@ -34,9 +34,9 @@ class Limit:
 
     Attributes:
         options: a pattern of names.
-        least, most: of a number, or of each in a list of numbers; ``inf`` counts, and -1 is ``inf``.
+        least, most: of a number, or of each in a list or range of numbers; ``inf`` counts, and -1 is ``inf``.
         units: whether UCX reads units. Where it does not, 64k is 64 to it.
-        words: what else it may be, such as "auto".
+        words: what else it, or each in a list, may be, such as "auto".
         reason: what happens otherwise. UCX 1.22 does it, and so does every release from 1.13 on whose sources have the
             same lines, unless the reason names others.
     """
@@ -50,9 +50,9 @@ class Limit:
 
     def allows(self, text: str) -> bool:
         """Whether UCX may get this value. What is no number to us is refused: UCX ignores what follows a number."""
-        if text.lower() in self.words:
-            return True
-        for part in text.split(","):
+        for part in re.split(r",|(?<=\d)-", text):
+            if part.lower() in self.words:
+                continue
             value = number(part)
             if value is None or not self.least <= value <= self.most or not (self.units or _PLAIN.fullmatch(part)):
                 return False
@@ -67,6 +67,9 @@ _ONE_PIECE = "trio_ucx and UCX send up to 4 KiB in one piece, which does not fit
 _ONLY_LONG = "which trio_ucx expects only for long messages"
 
 _NO_NUMBER = (1.0, 0.0)
+_YES = ("y", "yes", "on", "1")
+_NO = ("n", "no", "off", "0")
+_OLD_NAME = "UCX crashes when the value of this old name of an option is wrong"
 
 LIMITS = (
     Limit(
@@ -134,9 +137,25 @@ LIMITS = (
         "TOPO_PRIO",
         *_NO_NUMBER,
         "UCX crashes if the value contains no name that it knows",
-        words=("sysfs,default", "default,sysfs", "sysfs", "default"),
+        words=("sysfs", "default"),
     ),
     Limit("MULTI_LANE_MAX_RATIO", 1, math.inf, "UCX 1.22 finds no transport for active messages, and loops for ever"),
+    Limit("NUM_PPN", 1, math.inf, "UCX divides by it, and is ended by the signal SIGFPE", words=("auto",)),
+    Limit("PROTOS", *_NO_NUMBER, "UCX crashes when it has no protocol for an operation", words=("all",)),
+    Limit("MAX_RMA_LANES|MAX_WORKER_NAME", 0, math.inf, _OLD_NAME, units=False),
+    Limit("(RC|RC_MLX5|DC|DC_MLX5)_TM_MAX_BCOPY", 0, math.inf, _OLD_NAME),
+    Limit(
+        "RNDV_FRAG_MEM_TYPE",
+        *_NO_NUMBER,
+        f"{_OLD_NAME} (RNDV_FRAG_MEM_TYPES, the new name, takes every type)",
+        words=("host", "cuda", "cuda-managed", "rocm", "rocm-managed", "ze-host", "ze-device", "ze-managed"),
+    ),
+    Limit("MEMTYPE_COPY_ENABLE", *_NO_NUMBER, "UCX cancels what it sends over shared memory", words=_YES),
+    Limit("USE_MT_MUTEX", *_NO_NUMBER, "UCX waits for a lock that it holds", words=_NO),
+    Limit("RCACHE_CHECK_PFN", 0, 0, "UCX frees memory twice", units=False),
+    Limit("RCACHE_STAT_(MIN|MAX)", 0, 1 << 40, "UCX loops for ever"),
+    Limit("SELF_NUM_DEVICES", 0, 128, "UCX has room for 128 devices of all transports together", units=False),
+    Limit("TCP_PORT_RANGE", 0, 65535, "there are no other ports", units=False),
 )
 
 
