@@ -1,17 +1,24 @@
-"""Whether polling makes anything worse where there is no core to spare: ``python benchmarks/crowded.py``.
+"""trio_ucx where there is no core to spare: ``python benchmarks/crowded.py``.
 
-Compares trio_ucx's defaults with ``spin=0``, which never polls, in one interleaved run:
+Measures in one interleaved run, in several situations:
 
+* a core for each of the two processes;
 * both processes on one core, where a process that polls keeps its peer from answering;
+* other processes beside them that compute all the time, with all processes wherever the kernel puts them;
 * 50 busy tasks in each process, each computing for 10 microseconds between its schedule points.
+
+Prints trio_ucx's defaults beside ``spin=0``, which never polls, and an echo of 8 bytes on the byte stream beside the
+same over Trio's TCP, with the marks that trio_ucx has to reach.
 """
 
 from __future__ import annotations
 
 import argparse
 import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 if not __package__:  # run as a file: its folder must not hide other modules
@@ -24,39 +31,83 @@ from benchmarks import quiet, report, runner
 from benchmarks.contenders import Contender
 from benchmarks.contenders.ours import TLS
 from benchmarks.jobs import Job, latency, rate
-from benchmarks.pairs import two_cpus
+from benchmarks.marks import Mark, Pick
+from benchmarks.pairs import Cpus, two_cpus
 from benchmarks.stats import scaled
 
 BUSY_TASKS = 50
+#: An echo on the byte stream.
+STREAM = Job("latency", 8, "byte stream")
 JOBS = (*latency(8), *rate("plain"))
 WORKERS: dict[str, dict[str, float]] = {"default": {}, "spin=0": {"spin": 0.0}}
+#: At most so many times the time, and the CPU time, that Trio's TCP takes.
+TIME, CPU = 1.15, 1.3
 ROUNDS, SECONDS = 7, 1.0
 QUICK_ROUNDS, QUICK_SECONDS = 3, 0.3
 
 
 @attrs.frozen
 class Situation:
+    """What the two processes have to share their cores with.
+
+    Attributes:
+        one_core: whether both run on one core; else each has one of its own, unless there are ``hogs``.
+        hogs: other processes that compute all the time; then the kernel chooses the cores of all processes.
+        busy_tasks: tasks in each process that compute.
+    """
+
     name: str
     one_core: bool = False
+    hogs: int = 0
     busy_tasks: int = 0
 
+    @property
+    def cpus(self) -> Cpus:
+        one, other = two_cpus()
+        return (None, None) if self.hogs else (one, one) if self.one_core else (one, other)
+
+    def ours(self, worker: str, transport: str) -> str:
+        return f"trio_ucx {worker} {transport}, {self.name}"
+
+    @property
+    def theirs(self) -> str:
+        return f"trio stream tcp, {self.name}"
+
     def contenders(self, transports: Sequence[str]) -> list[Contender]:
-        return [
+        jobs = JOBS if self.busy_tasks else (*JOBS, STREAM)
+        found = [
             Contender(
-                f"{name} {transport}, {self.name}",
+                self.ours(name, transport),
                 transport,
                 "ours",
-                JOBS,
+                jobs,
                 options={"tls": TLS[transport], "worker": worker, "busy_tasks": self.busy_tasks},
             )
             for transport in transports
             for name, worker in WORKERS.items()
+        ]
+        return found if self.busy_tasks else [Contender(self.theirs, "tcp", "trio_sockets", (STREAM,)), *found]
+
+    def marks(self, transports: Sequence[str]) -> list[Mark]:
+        return [
+            Mark(
+                f"{title}, {self.name}",
+                Pick(self.ours(worker, transport), STREAM, figure),
+                Pick(self.theirs, STREAM, figure),
+                "at most",
+                limit,
+            )
+            for transport in transports
+            for worker in WORKERS
+            for title, figure, limit in (("8 B echo", "median_us", TIME), ("its CPU time", "cpu_us", CPU))
+            if not self.busy_tasks
         ]
 
 
 SITUATIONS = (
     Situation("a core each"),
     Situation("one core for both", one_core=True),
+    *(Situation(f"{count} busy process{'es' if count > 1 else ''}", hogs=count) for count in (1, 2, 4)),
     Situation(f"{BUSY_TASKS} busy tasks", busy_tasks=BUSY_TASKS),
 )
 
@@ -64,19 +115,31 @@ SITUATIONS = (
 FIGURES = {"latency": ("median_us", False), "rate": ("messages_s", True)}
 
 
+@contextmanager
+def hogs(count: int) -> Iterator[None]:
+    """Runs so many processes that compute all the time."""
+    processes = []
+    try:
+        for _ in range(count):
+            processes.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def measure(situation: Situation, transports: Sequence[str], rounds: int, seconds: float) -> runner.Rows:
-    cpus = two_cpus()
-    if situation.one_core:
-        cpus = (cpus[0], cpus[0])
-    plan = runner.Plan(situation.contenders(transports), rounds, seconds, cpus)
-    with report.progress(rounds * len(plan.contenders) * len(JOBS)) as advance:
+    plan = runner.Plan(situation.contenders(transports), rounds, seconds, situation.cpus)
+    figures = sum(len(contender.jobs) for contender in plan.contenders)
+    with hogs(situation.hogs), report.progress(rounds * figures) as advance:
         return runner.run(plan, advance)
 
 
 def compared(rows: runner.Rows, situation: Situation, transport: str, job: Job) -> tuple[float, float, float] | None:
     """The default's figure, that without polling, and how many times as good the default is."""
     figure, more = FIGURES[job.kind_name]
-    default, without = (rows[f"{name} {transport}, {situation.name}", job].figures.get(figure) for name in WORKERS)
+    default, without = (rows[situation.ours(name, transport), job].figures.get(figure) for name in WORKERS)
     if not default or not without:
         return None
     return default, without, default / without if more else without / default
@@ -101,10 +164,15 @@ def main(given: Sequence[str] | None = None) -> int:
     )
     for title in ("situation", "transport", "figure", "default", "spin=0", "times as good"):
         table.add_column(title, justify="left" if title in ("situation", "transport", "figure") else "right")
-    failed = []
+    failed, verdicts = [], []
     for situation in SITUATIONS:
         rows = measure(situation, transports, rounds, seconds)
         failed += [row for row in rows.values() if row.errors]
+
+        def look(pick: Pick, rows: runner.Rows = rows) -> float | None:
+            return rows[pick.contender, pick.job].figures.get(pick.figure)
+
+        verdicts += [mark.check(look) for mark in situation.marks(transports)]
         for transport in transports:
             for job in JOBS:
                 found = compared(rows, situation, transport, job)
@@ -112,6 +180,7 @@ def main(given: Sequence[str] | None = None) -> int:
                 table.add_row(situation.name, transport, job.key, *cells)
     to = report.console()
     to.print(table)
+    to.print(report.marks_table(verdicts))
     for row in failed:
         to.print(f"{row.contender}, {row.job.key}: {report.trouble(row)}")
     if warning := quiet.warning(busy):

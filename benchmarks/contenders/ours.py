@@ -18,7 +18,7 @@ from trio_ucx import ucp
 from ..ends import Control, End, echo, ping, repeat
 from ..jobs import BY_SIZE, CONNECT, IDLE, Batch, Job, Kind, bandwidth, burst, latency, rate
 from . import Contender
-from .trio_sockets import TrioEnd
+from .trio_sockets import TrioEnd, receive_exactly
 
 LOOP = "trio"
 TAG = 1
@@ -161,14 +161,26 @@ class OurEnd(TrioEnd):
         self.buffer[:] = bytes(batch.job.size)
 
     async def ping(self, batch: Batch) -> list[int]:
+        if batch.job.way == "byte stream":
+            send_all = partial(self.connection.send_all, self.payload)
+            return await ping(send_all, partial(self._receive_exactly, batch.job.size), batch.count)
         self.last = self.buffer
         send = partial(self.connection.send, self.payload, tag=TAG)
         return await ping(send, partial(self.connection.receive_into, self.buffer, tag=TAG), batch.count)
 
     async def echo(self, batch: Batch) -> None:
+        if batch.job.way == "byte stream":
+            await echo(self._send_last, partial(self._receive_exactly, batch.job.size), batch.count)
+            return
         self.last = self.buffer
         send = partial(self.connection.send, self.buffer, tag=TAG)
         await echo(send, partial(self.connection.receive_into, self.buffer, tag=TAG), batch.count)
+
+    async def _send_last(self) -> None:
+        await self.connection.send_all(self.last)
+
+    async def _receive_exactly(self, size: int) -> None:
+        self.last = await receive_exactly(self.connection, size)
 
     async def send(self, batch: Batch) -> None:
         way = batch.job.way

@@ -57,6 +57,16 @@ async def open_end(control: Control, setup: dict[str, Any]) -> AsyncIterator[End
                 yield StreamEnd(stream, listener.accept)
 
 
+async def receive_exactly(stream: trio.abc.ReceiveStream, size: int) -> bytes | bytearray:
+    data: bytes | bytearray = await stream.receive_some(size)
+    while len(data) < size:
+        more = await stream.receive_some(size - len(data))
+        if not more:
+            raise EOFError("the stream ended")
+        data = data + more
+    return data
+
+
 class TrioEnd(End):
     """An end that can make further connections."""
 
@@ -93,13 +103,7 @@ class StreamEnd(TrioEnd):
         self.payload = batch.payload()
 
     async def _receive_exactly(self, size: int) -> None:
-        data: bytes | bytearray = await self.stream.receive_some(size)
-        while len(data) < size:
-            more = await self.stream.receive_some(size - len(data))
-            if not more:
-                raise EOFError("the stream ended")
-            data = data + more
-        self.last = data
+        self.last = await receive_exactly(self.stream, size)
 
     async def ping(self, batch: Batch) -> list[int]:
         send = partial(self.stream.send_all, self.payload)
