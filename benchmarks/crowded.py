@@ -1,24 +1,25 @@
 """trio_ucx where there is no core to spare: ``python benchmarks/crowded.py``.
 
-Measures in one interleaved run, in several situations:
+Measures several situations, one after the other; within each, the contenders take turns:
 
 * a core for each of the two processes;
 * both processes on one core, where a process that polls keeps its peer from answering;
 * other processes beside them that compute all the time, with all processes wherever the kernel puts them;
 * 50 busy tasks in each process, each computing for 10 microseconds between its schedule points.
 
-Prints trio_ucx's defaults beside ``spin=0``, which never polls, and an echo of 8 bytes on the byte stream beside the
-same over Trio's TCP, with the marks that trio_ucx has to reach.
+Prints two tables: trio_ucx's defaults beside ``spin=0``, which never polls; and an echo of 8 bytes on the byte stream
+beside Trio's TCP, with its marks.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 if not __package__:  # run as a file: its folder must not hide other modules
@@ -40,7 +41,7 @@ BUSY_TASKS = 50
 STREAM = Job("latency", 8, "byte stream")
 JOBS = (*latency(8), *rate("plain"))
 WORKERS: dict[str, dict[str, float]] = {"default": {}, "spin=0": {"spin": 0.0}}
-#: At most so many times the time, and the CPU time, that Trio's TCP takes.
+#: Limits of time and of CPU time, as multiples of Trio's over TCP.
 TIME, CPU = 1.15, 1.3
 ROUNDS, SECONDS = 7, 1.0
 QUICK_ROUNDS, QUICK_SECONDS = 3, 0.3
@@ -115,18 +116,26 @@ SITUATIONS = (
 FIGURES = {"latency": ("median_us", False), "rate": ("messages_s", True)}
 
 
+#: It ends when its parent has ended.
+HOG = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
+
+
 @contextmanager
 def hogs(count: int) -> Iterator[None]:
-    """Runs so many processes that compute all the time."""
-    processes = []
-    try:
-        for _ in range(count):
-            processes.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+    """Runs ``count`` processes that compute all the time, on the two cores that are measured on."""
+    if not count:
         yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        return
+    before = os.sched_getaffinity(0)
+    with ExitStack() as undo:
+        undo.callback(os.sched_setaffinity, 0, before)
+        os.sched_setaffinity(0, {cpu for cpu in two_cpus() if cpu is not None} or before)
+        for _ in range(count):
+            # A session of its own, as each end has: a scheduler that groups by sessions gives it an equal share.
+            hog = subprocess.Popen([sys.executable, "-c", HOG], start_new_session=True)
+            undo.callback(hog.wait)
+            undo.callback(hog.kill)
+        yield
 
 
 def measure(situation: Situation, transports: Sequence[str], rounds: int, seconds: float) -> runner.Rows:

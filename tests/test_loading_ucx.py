@@ -111,12 +111,13 @@ def test_a_log_that_ucx_cannot_have_in_an_embedded_python(executable: str) -> No
 def test_a_log_where_no_child_process_can_start(tmp_path: Path) -> None:
     result = run("import os; os.environ['PATH'] = '/nonexistent'; import trio_ucx", UCX_LOG_FILE=f"{tmp_path}/log")
     assert result.returncode == 0, result.stderr
+    assert os.listdir(tmp_path) == ["log"]
 
 
 def test_only_this_process_has_a_log(tmp_path: Path) -> None:
-    """UCX is tried in another process first, which has another number."""
-    result = run("import os, trio_ucx; print(os.getpid())", UCX_LOG_FILE=f"{tmp_path}/%p.log")
-    assert os.listdir(tmp_path) == [f"{result.stdout.strip()}.log"]
+    """UCX is tried in another process first, which has another number, and runs another program."""
+    result = run("import os, trio_ucx; print(os.getpid())", UCX_LOG_FILE=f"{tmp_path}/%e-%p.log")
+    assert os.listdir(tmp_path) == [f"{Path(sys.executable).resolve().name}-{result.stdout.strip()}.log"]
 
 
 def test_loading_waits_for_other_threads_only() -> None:

@@ -54,8 +54,16 @@ def untouched_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("RNDV_SCHEME", "1", "give it auto or am"),
         ("MULTI_LANE_MAX_RATIO", "0.5", "give it at least 1"),
         ("TOPO_PRIO", "1", "give it sysfs or default"),
-        ("NUM_PPN", "0", "give it at least 1"),
+        ("NUM_PPN", "0", "give it 1 to 2147483647"),
+        ("NUM_PPN", "4294967296", "give it 1 to 2147483647"),
         ("PROTOS", "tag*", "give it all"),
+        ("PROTOS", "ALL", "give it all"),
+        ("TOPO_PRIO", "SYSFS", "give it sysfs or default"),
+        ("MAX_RNDV_LANES", "auto", "give it at least 1"),
+        ("MAX_RNDV_RAILS", "-0.5", "give it at least 1"),
+        ("POSIX_FIFO_SIZE", "64-128", "give it at most 65536"),
+        ("POSIX_FIFO_SIZE", "64,128", "give it at most 65536"),
+        ("TCP_PORT_RANGE", "20000,60000", "give it at most 65535"),
         ("MAX_RMA_LANES", "many", "give it at least 0"),
         ("MAX_WORKER_NAME", "", "give it at least 0"),
         ("RC_TM_MAX_BCOPY", "some", "give it at least 0"),
@@ -89,10 +97,13 @@ def test_what_ucx_chooses_itself() -> None:
         pass
 
 
+def test_several_values() -> None:
+    option_limits.check({"TOPO_PRIO": "default,sysfs", "RX_MPOOL_SIZES": "64,1k", "TCP_PORT_RANGE": "2000 - 2010"})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("TOPO_PRIO", "default,sysfs"),
         ("RNDV_FRAG_MEM_TYPE", "host,cuda"),
         ("MAX_RMA_LANES", "2"),
         ("MAX_WORKER_NAME", "8"),

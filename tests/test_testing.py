@@ -35,7 +35,7 @@ async def tell(connection: trio_ucx.Connection, *, what: bytes) -> None:
 
 
 async def fail(connection: trio_ucx.Connection) -> None:
-    await connection.ping()  # this process's peer has accepted
+    await connection.ping()  # the other process has accepted
     raise ValueError("the handler's own")
 
 

@@ -143,7 +143,10 @@ async def serve(transports: str, spin: float | None) -> AsyncIterator[Begin]:
                         await connection.send(b"request")
                         assert await connection.receive() == b"request"
                     nursery.cancel_scope.cancel()
-            except* (trio_ucx.PeerLost, OSError):  # the handler was cancelled first, and the client lost its peer
+            except* (
+                trio_ucx.PeerLost,
+                ConnectionError,
+            ):  # the handler was cancelled first, and the client lost its peer
                 await trio.lowlevel.checkpoint_if_cancelled()
                 raise
 

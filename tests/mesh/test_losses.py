@@ -32,6 +32,13 @@ class Ranks:
         self._options: dict[str, Any] = {"meeting": f"file://{folder}/meeting", "on_loss": on_loss, "size": size}
         #: By rank, what its last run has ended with.
         self.ends: dict[int, Any] = {}
+        self._met: set[int] = set()
+
+    async def meet(self, group: mesh.Group) -> None:
+        """A barrier that no rank is in any more when this returns: a rank that fails then interrupts none in it."""
+        await group.barrier()
+        self._met.add(group.rank)
+        await until(lambda: len(self._met) == self.size)
 
     async def run(self, rank: int, body: Body, **options: Any) -> None:
         async with ucp.open_worker(yield_interval=self.yield_interval) as worker:
@@ -162,7 +169,7 @@ async def test_the_block_of_a_rank_that_ends_with_its_own_error(tmp_path: Path) 
     """A loss cancels the block; what the program raises in its clean-up is what it gets."""
 
     async def body(group: mesh.Group) -> None:
-        await group.barrier()
+        await ranks.meet(group)
         if group.rank == 1:
             raise ValueError
         try:
@@ -171,7 +178,8 @@ async def test_the_block_of_a_rank_that_ends_with_its_own_error(tmp_path: Path) 
             if group.rank == 2:
                 raise KeyError("clean-up")
 
-    ends = await Ranks(tmp_path, 3, "cancel").run_all(body)
+    ranks = Ranks(tmp_path, 3, "cancel")
+    ends = await ranks.run_all(body)
     assert isinstance(ends[0], mesh.RankLostError)
     assert isinstance(ends[2], KeyError)
 
@@ -524,7 +532,7 @@ class TestContinue:
 
         async def body(group: mesh.Group) -> list[bytes]:
             if group.generation == 0:
-                await group.barrier()
+                await ranks.meet(group)
                 if group.rank == 3:
                     raise ValueError("dead")
                 with pytest.raises(mesh.RankLostError) as caught:
@@ -563,7 +571,7 @@ class TestContinue:
 
         async def body(group: mesh.Group) -> list[bytes]:
             if group.generation == 0:
-                await group.barrier()
+                await ranks.meet(group)
                 if group.rank == 3:
                     raise ValueError("dead")
                 if group.rank == 0:
@@ -592,7 +600,7 @@ class TestContinue:
 
         async def body(group: mesh.Group) -> Any:
             if group.generation == 0:
-                await group.barrier()
+                await ranks.meet(group)
                 met.set()
                 if group.rank == 2:
                     await (gave_up.wait() if gives_up else trio.sleep(0.3))
@@ -628,7 +636,7 @@ class TestContinue:
 
         async def body(group: mesh.Group) -> Any:
             if group.generation == 0:
-                await group.barrier()
+                await ranks.meet(group)
                 met.set()
                 if group.rank == 2:
                     await trio.sleep(0.5)
@@ -653,7 +661,7 @@ class TestContinue:
 
         async def body(group: mesh.Group) -> Any:
             if group.generation == 0:
-                await group.barrier()
+                await ranks.meet(group)
                 if group.rank == 0:
                     with trio.move_on_after(0.3):  # rank 1 does not read: its window gets full
                         while True:

@@ -138,8 +138,8 @@ _LOG = ("UCX_LOG_FILE", "UCX_LOG_FILE_SIZE", "UCX_LOG_FILE_ROTATE")
 def _try_log(libucs: str) -> None:
     """Loads UCX in a child process first, if the user has set a variable of its log.
 
-    The child is no Python: ``sys.executable`` may be another program, or missing, where Python is embedded. If there is
-    no child at all, nothing is tried.
+    The child runs ``true``, not Python: where Python is embedded, ``sys.executable`` is another program, or missing. If
+    it cannot be started, or cannot load UCX, nothing is tried.
 
     Raises:
         ImportError: UCX has ended the child; the message has UCX's reason.
@@ -149,9 +149,11 @@ def _try_log(libucs: str) -> None:
     if not chosen:
         return
     if "UCX_LOG_FILE" in chosen:  # the child opens the file that we shall open
-        chosen["UCX_LOG_FILE"] = chosen["UCX_LOG_FILE"].replace("%p", str(os.getpid()))
-    folder, file = os.path.split(libucs)  # apart, because the loader ends a name in LD_PRELOAD at a space
-    loader = {"LD_PRELOAD": file} | ({"LD_LIBRARY_PATH": folder} if folder else {})
+        program = os.path.basename(os.path.realpath("/proc/self/exe"))
+        chosen["UCX_LOG_FILE"] = chosen["UCX_LOG_FILE"].replace("%p", str(os.getpid())).replace("%e", program)
+    folder, file = os.path.split(libucs)  # apart, because LD_PRELOAD cannot hold a path with a space
+    path = ":".join(filter(None, (folder, os.environ.get("LD_LIBRARY_PATH"))))
+    loader = {"LD_PRELOAD": file} | ({"LD_LIBRARY_PATH": path} if path else {})
     try:
         child = subprocess.run(
             ["true"], env={**os.environ, **chosen, **loader}, stdin=subprocess.DEVNULL, capture_output=True, check=False

@@ -507,7 +507,7 @@ def _family(options: Mapping[str, str]) -> socket.AddressFamily:
 
 
 def _rendezvous_threshold(options: Mapping[str, str]) -> int | None:
-    return _memory_units(in_force("RNDV_THRESH", options) or "auto")  # None: auto, as good as inf, or one per fabric
+    return _memory_units(in_force("RNDV_THRESH", options) or "auto")  # None: UCX decides, never, or one per fabric
 
 
 def _memory_units(text: str) -> int | None:

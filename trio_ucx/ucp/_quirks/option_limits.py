@@ -34,9 +34,11 @@ class Limit:
 
     Attributes:
         options: a pattern of names.
-        least, most: of a number, or of each in a list or range of numbers; ``inf`` counts, and -1 is ``inf``.
+        least, most: of a number; ``inf`` counts, and -1 is ``inf``.
         units: whether UCX reads units. Where it does not, 64k is 64 to it.
-        words: what else it, or each in a list, may be, such as "auto".
+        words: words that are allowed, too, such as "auto".
+        exact: whether upper case is another word to UCX.
+        separator: between several values, each of which must be allowed; None: there is one.
         reason: what happens otherwise. UCX 1.22 does it, and so does every release from 1.13 on whose sources have the
             same lines, unless the reason names others.
     """
@@ -47,11 +49,14 @@ class Limit:
     reason: str
     units: bool = True
     words: tuple[str, ...] = ()
+    exact: bool = False
+    separator: str | None = None
 
     def allows(self, text: str) -> bool:
-        """Whether UCX may get this value. What is no number to us is refused: UCX ignores what follows a number."""
-        for part in re.split(r",|(?<=\d)-", text):
-            if part.lower() in self.words:
+        """True if UCX may get this value. What is no number to us is refused: UCX ignores what follows a number."""
+        for part in text.split(self.separator) if self.separator else [text]:
+            part = part.strip()
+            if (part if self.exact else part.lower()) in self.words:
                 continue
             value = number(part)
             if value is None or not self.least <= value <= self.most or not (self.units or _PLAIN.fullmatch(part)):
@@ -69,7 +74,7 @@ _ONLY_LONG = "which trio_ucx expects only for long messages"
 _NO_NUMBER = (1.0, 0.0)
 _YES = ("y", "yes", "on", "1")
 _NO = ("n", "no", "off", "0")
-_OLD_NAME = "UCX crashes when the value of this old name of an option is wrong"
+_OLD_NAME = "this is an option's old name, for which UCX crashes if it cannot read the value"
 
 LIMITS = (
     Limit(
@@ -105,7 +110,9 @@ LIMITS = (
     Limit("TCP_MAX_POLL", 1, math.inf, "UCX would not receive anything (epoll_wait refuses 0)"),
     Limit("TCP_MAX_IOV", 1, math.inf, "UCX 1.22 writes past the end of its segments"),
     Limit("SEG_SIZE", 512, math.inf, "UCX writes headers of active messages to such a segment, whatever its size"),
-    Limit("MAX_RNDV_(RAILS|LANES)", 1, math.inf, "UCX would cancel messages that need more than one segment"),
+    Limit(
+        "MAX_RNDV_(RAILS|LANES)", 1, math.inf, "UCX would cancel messages that need more than one segment", units=False
+    ),
     Limit(
         "MAX_EAGER_(RAILS|LANES)",
         1,
@@ -132,30 +139,33 @@ LIMITS = (
         "messages before the peer asks for them, and trio_ucx loses those that are unread when this side closes",
         words=("auto", "am"),
     ),
-    Limit("RX_MPOOL_SIZES", 1, 32768, "UCX 1.22 crashes when a message comes into a buffer of 64k"),
+    Limit("RX_MPOOL_SIZES", 1, 32768, "UCX 1.22 crashes when a message comes into a buffer of 64k", separator=","),
     Limit(
         "TOPO_PRIO",
         *_NO_NUMBER,
         "UCX crashes if the value contains no name that it knows",
         words=("sysfs", "default"),
+        exact=True,
+        separator=",",
     ),
     Limit("MULTI_LANE_MAX_RATIO", 1, math.inf, "UCX 1.22 finds no transport for active messages, and loops for ever"),
-    Limit("NUM_PPN", 1, math.inf, "UCX divides by it, and is ended by the signal SIGFPE", words=("auto",)),
-    Limit("PROTOS", *_NO_NUMBER, "UCX crashes when it has no protocol for an operation", words=("all",)),
+    Limit("NUM_PPN", 1, 2**31 - 1, "UCX is ended by the signal SIGFPE", units=False, words=("auto",)),
+    Limit("PROTOS", *_NO_NUMBER, "UCX crashes when it has no protocol for an operation", words=("all",), exact=True),
     Limit("MAX_RMA_LANES|MAX_WORKER_NAME", 0, math.inf, _OLD_NAME, units=False),
-    Limit("(RC|RC_MLX5|DC|DC_MLX5)_TM_MAX_BCOPY", 0, math.inf, _OLD_NAME),
+    Limit(r"\w+_TM_MAX_BCOPY", 0, math.inf, _OLD_NAME, units=False),
     Limit(
         "RNDV_FRAG_MEM_TYPE",
         *_NO_NUMBER,
-        f"{_OLD_NAME} (RNDV_FRAG_MEM_TYPES, the new name, takes every type)",
+        f"{_OLD_NAME} (with the new name, RNDV_FRAG_MEM_TYPES, it says what is wrong)",
         words=("host", "cuda", "cuda-managed", "rocm", "rocm-managed", "ze-host", "ze-device", "ze-managed"),
+        separator=",",
     ),
-    Limit("MEMTYPE_COPY_ENABLE", *_NO_NUMBER, "UCX cancels what it sends over shared memory", words=_YES),
+    Limit("MEMTYPE_COPY_ENABLE", *_NO_NUMBER, "UCX cancels what it sends, in host memory, too", words=_YES),
     Limit("USE_MT_MUTEX", *_NO_NUMBER, "UCX waits for a lock that it holds", words=_NO),
     Limit("RCACHE_CHECK_PFN", 0, 0, "UCX frees memory twice", units=False),
     Limit("RCACHE_STAT_(MIN|MAX)", 0, 1 << 40, "UCX loops for ever"),
-    Limit("SELF_NUM_DEVICES", 0, 128, "UCX has room for 128 devices of all transports together", units=False),
-    Limit("TCP_PORT_RANGE", 0, 65535, "there are no other ports", units=False),
+    Limit("SELF_NUM_DEVICES", 0, 128, "UCX has room for no more, and hangs with -1", units=False),
+    Limit("TCP_PORT_RANGE", 0, 65535, "there are no other ports", units=False, separator="-"),
 )
 
 
