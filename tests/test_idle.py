@@ -195,4 +195,4 @@ async def test_a_long_transfer_is_not_taken_for_a_quiet_worker(kind: str) -> Non
                 began = time.monotonic()
             took = time.monotonic() - began
             assert there == data == b"x" * size
-            assert took < 2, f"{took} s"  # with pauses of 0.1 s it takes at least 4
+            assert took < 3.5, f"{took} s"  # with pauses of 0.1 s it takes at least 4

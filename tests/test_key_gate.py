@@ -16,6 +16,7 @@ import select
 import socket
 import struct
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
@@ -375,12 +376,17 @@ async def test_keys_are_not_shown_to_people() -> None:
 # ---- where UCX connects ----
 
 
-def impostor(server: socket.socket, said: list[bytes], reply: bytes, end: bool) -> None:
-    """Answers each connection to the address of a worker that has gone with the same, until none comes for a while."""
-    server.settimeout(0.5)
-    with contextlib.suppress(TimeoutError), contextlib.ExitStack() as stack:
+def impostor(server: socket.socket, said: list[bytes], reply: bytes, end: bool, over: threading.Event) -> None:
+    """Answers each connection to the address of a worker that has gone with the same, until all are over."""
+    server.settimeout(0.1)
+    with contextlib.ExitStack() as stack:
         while True:
-            connection = stack.enter_context(server.accept()[0])
+            try:
+                connection = stack.enter_context(server.accept()[0])
+            except TimeoutError:
+                if over.is_set():
+                    return
+                continue
             connection.settimeout(2)
             with contextlib.suppress(OSError):  # UCX may have closed it
                 said.append(connection.recv(1000))
@@ -393,7 +399,8 @@ def impostor(server: socket.socket, said: list[bytes], reply: bytes, end: bool) 
 async def peer_that_has_gone() -> AsyncIterator[tuple[ucp.WorkerAddress, ucp.Worker]]:
     """The address of a worker that has gone, and a worker that does not know it yet."""
     local = {**TCP, "NET_DEVICES": "lo"}
-    async with ucp.open_worker(config=local) as gone:
+    port = free_port()  # nobody takes it when the worker has gone
+    async with ucp.open_worker(config={**local, "TCP_PORT_RANGE": f"{port}-{port}"}) as gone:
         address = gone.address
     async with ucp.open_worker(config=local) as worker:
         yield address, worker
@@ -404,11 +411,15 @@ async def what_an_impostor_hears(
 ) -> list[bytes]:
     """Returns what each connection said to an impostor at an address when a worker sent something there."""
     said: list[bytes] = []
+    over = threading.Event()
     with socket.create_server(address.tcp_addresses[0]) as server:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(trio.to_thread.run_sync, impostor, server, said, reply, end)
-            with trio.fail_after(30), pytest.raises((OSError, trio.BrokenResourceError)):
-                await use(worker, address)
+            nursery.start_soon(trio.to_thread.run_sync, impostor, server, said, reply, end, over)
+            try:
+                with trio.fail_after(30), pytest.raises((OSError, trio.BrokenResourceError)):
+                    await use(worker, address)
+            finally:
+                over.set()
     return said
 
 
@@ -578,6 +589,27 @@ async def test_raw_connections_to_the_place_of_a_peer_with_keys() -> None:
                 await receiver.tag_receive(bytearray(5), tag=1)
 
 
+@pytest.mark.parametrize("trial", range(10))
+async def test_many_exchanges_at_once(monkeypatch: pytest.MonkeyPatch, trial: int) -> None:
+    """The server has the keys of all; the client, those of one. UCX gives up after 25 attempts."""
+    async with ucp.open_worker(config=TCP) as one, ucp.open_worker(config=TCP) as two:
+        gate = internals(two).key_gate
+        let_in = gate.let_in
+
+        def with_others(pair: KeyPair, address: ucp.WorkerAddress | None) -> key_gate.Admission:
+            admission = let_in(pair, address)
+            for _ in range(40):
+                let_in(KeyPair(new_key(), new_key()), address)
+            return admission
+
+        monkeypatch.setattr(gate, "let_in", with_others)
+        with trio.fail_after(20):
+            async with open_pair(one, two) as (client, server):
+                for sender, receiver in ((client, server), (server, client)):
+                    await sender.send(b"hello")
+                    assert await receiver.receive() == b"hello"
+
+
 @pytest.mark.parametrize("admits", ["client", "server"])
 async def test_a_peer_that_does_not_admit_in_return(admits: str) -> None:
     """It is shown a key after it has refused a connection without one; new workers for each kind of use."""
@@ -649,8 +681,8 @@ async def test_the_comparison_of_networks(network: str, is_in: bool) -> None:
         native = key_gate._pointer(network.partition("/")[0])
         assert lib.tu_gate_admit(internals(worker).handle, native, int(network.partition("/")[2]))
         with begin(worker.address.tcp_addresses[0], UCX_MAGIC[:4]) as connection:
-            connection.settimeout(0.5)
             if is_in:
+                connection.settimeout(0.5)
                 with pytest.raises(TimeoutError):
                     connection.recv(1)  # UCX has it, and waits for the rest
             else:

@@ -182,18 +182,21 @@ async def test_spin_is_the_bound(transports: str) -> None:
 async def test_a_long_poll_delays_no_deadline(transports: str, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A poll of up to a second ends at the deadline."""
     monkeypatch.setattr(waits, "_ALONE", math.inf)  # else a delay of the machine, taken for another task, may end it
-    async with ucp.open_worker(config={"TLS": transports}, spin=1) as worker, open_pair(worker) as (_, server):
-        before = worker.statistics().poll_seconds
-        with Stopwatch(0.5):
-            async with trio.open_nursery() as nursery:
-                if who == "another task":
-                    nursery.start_soon(server.receive)
-                    await trio.sleep(0.05)
-                    nursery.cancel_scope.cancel()
-                else:
-                    with trio.move_on_after(0.05):
-                        await server.receive()
-        assert worker.statistics().poll_seconds - before > 0.03
+    for _ in range(10):  # the machine may stand still between two slices of the poll
+        async with ucp.open_worker(config={"TLS": transports}, spin=1) as worker, open_pair(worker) as (_, server):
+            before = worker.statistics().poll_seconds
+            with Stopwatch(0.5):
+                async with trio.open_nursery() as nursery:
+                    if who == "another task":
+                        nursery.start_soon(server.receive)
+                        await trio.sleep(0.05)
+                        nursery.cancel_scope.cancel()
+                    else:
+                        with trio.move_on_after(0.05):
+                            await server.receive()
+            if worker.statistics().poll_seconds - before > 0.03:
+                return
+    pytest.fail("no poll went on until the deadline")
 
 
 async def test_polling_in_vain_ends(transports: str) -> None:

@@ -173,8 +173,8 @@ async def test_a_stranger_that_has_the_port_for_a_moment(answer: bytes) -> None:
 
 
 async def test_what_has_refused_a_rank_is_in_its_error(caplog: pytest.LogCaptureFixture) -> None:
-    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    port = listener.socket.getsockname()[1]
+    port = free_port()  # nobody takes it when the listener has closed
+    [listener] = await trio.open_tcp_listeners(port, host="127.0.0.1")
 
     async def refuse_once() -> None:
         async with listener, await listener.accept() as stream:
@@ -183,7 +183,7 @@ async def test_what_has_refused_a_rank_is_in_its_error(caplog: pytest.LogCapture
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(refuse_once)
-        error = await failure(1, 2, f"127.0.0.1:{port}", authkey=KEY, timeout=1)
+        error = await failure(1, 2, f"127.0.0.1:{port}", authkey=KEY, timeout=3)
     assert isinstance(error, trio_ucx.NotAdmitted)
     assert "refused the connection: go away; later: " in str(error) and "is a listener open there?" in str(error)
     [line] = caplog.records

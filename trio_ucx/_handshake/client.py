@@ -185,5 +185,6 @@ class Connector:
         generation, greet = handshake.choose(event.standing)
         if greet:
             handshake.let_in(exchange.keys)
+            handshake.peer_has_keys()
         exchange.take(generation, greet=greet)
         handshake.hand_over(stream, exchange, generation, greet=greet)

@@ -258,6 +258,11 @@ class Handshake:
         """
         self._admission = self.registry.engine.key_gate.let_in(keys, self.peer.worker)
 
+    def peer_has_keys(self) -> None:
+        """The peer has let us in, too."""
+        if self._admission is not None:
+            self._admission.peer_has_it()
+
     def _end_admission(self) -> None:
         admission, self._admission = self._admission, None
         if admission is not None:

@@ -395,6 +395,8 @@ class Acceptor:
         taken = await handshake.next_event(stream, exchange)
         if not isinstance(taken, Taken):
             raise NeedsAnotherWorker(client.label) if isinstance(taken, Again) else _gave_up(taken)
+        if taken.greet:
+            handshake.peer_has_keys()
         handshake.check_route()
         try:
             handshake.hand_over(stream, exchange, taken.generation, greet=taken.greet)

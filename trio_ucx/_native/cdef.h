@@ -233,6 +233,7 @@ bool tu_gate_lost(tu_worker_t *worker);
 tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs, const tu_address_t *addresses,
                        size_t count);
 void tu_gate_show_by_default(tu_pair_t *pair);
+void tu_gate_know(tu_pair_t *pair);
 void tu_gate_remove(tu_pair_t *pair);
 bool tu_gate_admit(tu_worker_t *worker, const tu_address_t *ip, unsigned prefix);
 

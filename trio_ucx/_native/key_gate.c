@@ -77,6 +77,7 @@ struct tu_pair {
     tu_key_t theirs;           /* opens the peer's ports */
     place_t *places;           /* where the peer listens */
     size_t count;
+    bool known;                /* the peer has it, too, as far as we know */
 };
 
 /* A socket on which UCX listens for one of our workers; or one that it connects, until the answer has come. */
@@ -181,19 +182,26 @@ static tu_pair_t *pair_with_key(const tu_gate_t *gate, const tu_key_t shown)
     return found;
 }
 
-/* The first pair for a place, or NULL. */
+/* The first pair for a place that the peer has, too; else the first; or NULL. Of many exchanges at once most pairs are
+ * not at the peer yet, or never will be, and UCX gives up after 25 attempts. */
 static tu_pair_t *pair_for_place(const tu_gate_t *gate, const place_t *place)
 {
-    tu_pair_t *pair;
+    tu_pair_t *pair, *found = NULL;
 
     TU_LIST_FOR_EACH(pair, &gate->pairs, link) {
         for (size_t i = 0; i < pair->count; i++) {
-            if (memcmp(&pair->places[i], place, sizeof(*place)) == 0) {
+            if (memcmp(&pair->places[i], place, sizeof(*place)) != 0) {
+                continue;
+            }
+            if (pair->known) {
                 return pair;
+            }
+            if (found == NULL) {
+                found = pair;
             }
         }
     }
-    return NULL;
+    return found;
 }
 
 /* Adds a pair. The gate lets in whoever shows `ours`, and answers with `theirs`. Where UCX connects to one of the
@@ -227,6 +235,14 @@ tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs
 void tu_gate_show_by_default(tu_pair_t *pair)
 {
     pair->gate->own = pair;
+}
+
+/* The peer has this pair, too: it is shown before others. */
+void tu_gate_know(tu_pair_t *pair)
+{
+    pthread_mutex_lock(&mutex);
+    pair->known = true;
+    pthread_mutex_unlock(&mutex);
 }
 
 void tu_gate_remove(tu_pair_t *pair)
@@ -527,6 +543,7 @@ static void after_refusal(const watched_t *socket)
         if (same_key(pair->ours, socket->expected) && same_key(pair->theirs, socket->key)) {
             tu_list_remove(&pair->link);
             tu_list_append(&pair->gate->pairs, &pair->link);
+            pair->known = false;
         }
     }
     pthread_mutex_unlock(&mutex);

@@ -59,6 +59,10 @@ class Admission:
         self._gate = gate
         self._native = native
 
+    def peer_has_it(self) -> None:
+        """The peer has the keys, too: they are shown before those that it may not have. Not after :meth:`end`."""
+        lib.tu_gate_know(self._native)
+
     def end(self) -> None:
         """Takes the keys away. Connections that UCX has made stay. No effect if it has ended."""
         native, self._native = self._native, None
