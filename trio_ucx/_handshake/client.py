@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import ssl
 from collections.abc import Awaitable, Callable
@@ -15,7 +16,7 @@ from .._wire import ProtocolError, RefusalCode
 from ..ucp import UCXError
 from ..ucp._engine.operations import under_way
 from .control_stream import ControlStream, set_keepalive
-from .exchange import Exchange, Refused, UnknownProtocol, Welcomed
+from .exchange import Exchange, Refused, State, UnknownProtocol, Welcomed
 from .handshake import ExchangeOptions, Handshake, NeedsAnotherWorker
 from .registry import SOFTWARE, Registry
 
@@ -87,15 +88,15 @@ class Connector:
         return link
 
     async def _connect_from_some_worker(self) -> Link:
-        while True:
+        for tries in itertools.count():
             self._handshake = Handshake(self._registry, self._options, self.label)
-            isolate = self.exchange_options.isolate or len(self._tried) == SHARED_WORKERS
             try:
-                return await self._connect(isolate)
+                return await self._connect(self.exchange_options.isolate or tries == SHARED_WORKERS)
             except NeedsAnotherWorker:
                 self._handshake.close()
-                if isolate:
+                if tries == SHARED_WORKERS:
                     raise
+        raise AssertionError("unreachable")
 
     async def _connect(self, isolate: bool) -> Link:
         handshake, options = self._handshake, self.exchange_options
@@ -123,9 +124,9 @@ class Connector:
             reason = str(error)
             raise ConnectionError(errno.EPROTO, f"cannot connect to {self.label} over UCX: {error}") from error
         except NeedsAnotherWorker as error:
-            if handshake.control is None:
-                exchange.again()
             reason = str(error)
+            if exchange.state is State.TAKE:
+                exchange.again()
             raise
         except OSError as error:
             reason = error.strerror or str(error)

@@ -110,10 +110,9 @@ _fallbacks: set[str | None] = set()
 class NeedsAnotherWorker(OSError):
     """The two workers have no endpoint that both can use: the client connects from another worker."""
 
-    def __init__(self, label: str) -> None:
-        super().__init__(
-            errno.EAGAIN, f"this worker and {label} have no endpoint that both can use; connect from a new worker"
-        )
+    def __init__(self, label: str, why: str = "") -> None:
+        why = why or f"this worker and {label} have no endpoint that both can use"
+        super().__init__(errno.EAGAIN, f"{why}; connect from a new worker")
 
 
 class Handshake:
@@ -464,12 +463,23 @@ class Handshake:
     def queue_stopped(self, error: UCXError) -> None:
         """The worker's shared-memory queue has stopped: see :mod:`ucp._quirks.stopped_queue`."""
         if self._own is not None and self._share is None and (self._peer is None or self._shared_memory):
-            self.fail(ConnectionError(errno.EIO, f"connecting to {self.label}: {error}"))
+            self._try_another_worker()
+
+    def _try_another_worker(self) -> None:
+        """The connection needs another worker of this side: the client connects again."""
+        control = self.control
+        if control is not None and not control.exchange.is_client:
+            control.exchange.again()
+            control.flush()
+        self.fail(NeedsAnotherWorker(self.label, "the shared-memory queue of a worker has stopped"))
 
     def _endpoint_ended(self) -> None:
         assert self._share is not None
         if self._share.error is None:
             self.fail(ConnectionError("this worker was closed"))
+            return
+        if self._shared_memory and self.registry.engine.receive_queue.stopped:
+            self._try_another_worker()
             return
         hint = f" ({self.route})"
         error = os_error_from_status(self._share.error.status, f"connecting to {self.label} over UCX", hint)
