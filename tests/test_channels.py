@@ -394,6 +394,7 @@ async def test_channel_over_a_tag_of_a_connection_that_has_ended(worker: ucp.Wor
         await client.channel(5).aclose()
         await server.send(b"x", tag=6)
         if how == "aborted":
+            await client.wait_message(tag=6)
             server.abort()
             with pytest.raises(trio_ucx.PeerLost):
                 await client.wait_closed()

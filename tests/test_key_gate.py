@@ -242,7 +242,7 @@ async def test_a_silent_stranger_costs_nothing() -> None:
         descriptors = len(os.listdir("/proc/self/fd"))
         with begin(worker.address.tcp_addresses[0]) as silent:
             await trio.sleep(0.2)
-            assert len(os.listdir("/proc/self/fd")) == descriptors + 1
+            assert len(os.listdir("/proc/self/fd")) <= descriptors + 1  # fewer if garbage is collected meanwhile
             assert select.select([silent], [], [], 0) == ([], [], [])  # the kernel keeps it
             assert strangers(worker) == 0
 

@@ -110,7 +110,7 @@ def test_several_values() -> None:
         ("NUM_PPN", "4"),
         ("USE_MT_MUTEX", "no"),
         ("SELF_NUM_DEVICES", "2"),
-        ("TCP_PORT_RANGE", "20000-60000"),
+        ("TCP_PORT_RANGE", "33000-60000"),
         ("RNDV_THRESH", "99999999999999999999"),
     ],
 )
