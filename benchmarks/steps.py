@@ -196,7 +196,7 @@ async def of_a_message(transport: str, seconds: float) -> Prices:
             count = 0
             while not count:  # over tcp the first look may find nothing yet
                 begin = clock()
-                count = lib.tu_worker_progress_and_arm(engine.handle, records, RECORDS, False, armed)
+                count = lib.tu_worker_progress_and_arm(engine.handle, records, RECORDS, False, False, armed)
             recorded = clock()
             deliver(engine, view[: count * lib.TU_RECORD_FIELDS].tolist())
             delivered = clock()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trio_ucx.ucp._engine import arming as _arming
-from trio_ucx.ucp._engine.arming import MOMENT, STEADY, TIMER, TRANSITIONS, Arming, Event, Progress, State
+from trio_ucx.ucp._engine.arming import MOMENT, ROUNDS, STEADY, TIMER, TRANSITIONS, Arming, Event, Progress, State
 
 #: Seconds that a sleeping loop may take to notice work: the timer and a pause, and some for rounds.
 BOUND = 2 * TIMER + 0.01
@@ -39,7 +39,6 @@ class World:
     more: int = 0
     # The loop.
     hook: bool = False
-    event_hook: bool = False
     soon: list[Callable[[], None]] = attrs.Factory(list)
     timer: float = math.inf
     #: What the progress task waits for; None: it runs in the next round. And until when.
@@ -48,6 +47,11 @@ class World:
     #: Tasks that wait for the worker; those of them that will run.
     parked: int = 0
     woken: int = 0
+    #: Whether one of them is the leader, and waits for the descriptor; whether it has what it waits for; whether it is
+    #: the first to get something.
+    leader: bool = False
+    leader_done: bool = False
+    leader_first: bool = False
     calls: list[str] = attrs.Factory(list)
     arming: Arming = attrs.field(init=False)
 
@@ -58,15 +62,20 @@ class World:
 
     def deliver(self) -> bool:
         came, self.work = self.work, 0
-        self.woken = min(self.parked, self.woken + came)
+        waiting = self.parked - self.woken
+        self.woken += min(waiting, came)
+        if self.leader and not self.leader_done and came and (self.leader_first or came >= waiting):
+            self.leader_done = True
         self.progress_count += 1
         self.armed_by_ucx = False
         return came > 0
 
-    def progress_and_deliver(self, arm: bool) -> int:
+    def progress_and_deliver(self, arm: bool, once: bool = False) -> int:
         self.calls.append("arm" if arm else "progress")
-        self.deliver()
-        if arm and self.more:
+        came = self.deliver()
+        if arm and once and came:
+            pass
+        elif arm and self.more:
             self.more -= 1
         elif arm and self.refusals:
             self.refusals -= 1
@@ -80,9 +89,6 @@ class World:
     def serve_parked(self) -> bool:
         self.calls.append("look")
         return self.deliver() and self.parked == self.woken
-
-    def readable(self) -> bool:
-        return self.descriptor
 
     def signal(self) -> None:
         self.calls.append("signal")
@@ -104,12 +110,6 @@ class World:
     def stop_watching(self) -> None:
         self.hook = False
 
-    def watch_events(self) -> None:
-        self.event_hook = True
-
-    def stop_watching_events(self) -> None:
-        self.event_hook = False
-
     def call_soon(self, function: Callable[[], None]) -> None:
         self.soon.append(function)
 
@@ -126,8 +126,50 @@ class World:
     def park(self) -> None:
         if not self.arming.armed and not self.woken:
             self.arming.handle(Event.PARKS)
+            if self.arming.state is State.SUSPENDED and not self.woken:
+                self.arming.handle(Event.OVERDUE)
         self.parked += 1
-        self.arming.task_parks()
+        if self.arming.led and not self.leader:
+            self.leader, self.leader_done = True, False
+
+    def finds(self) -> None:
+        """A task is about to park, and finds what it waits for when the worker is progressed for that."""
+        self.work += 1
+        if not self.arming.armed and not self.woken:
+            self.arming.handle(Event.PARKS)
+        self.go_on()
+
+    def lead(self) -> None:
+        """The leader runs, because the descriptor is readable."""
+        self.leader = False
+        if not self.leader_done and self.arming.may_lead:
+            self.calls.append("look")
+            others = self.woken
+            self.deliver()
+            if self.woken > others and self.leader_first:
+                self.parked -= 1  # not counted as woken, because it runs already
+                self.woken -= 1
+                self.arming.stop_leading()
+                self.go_on()
+                return
+            if not self.woken:
+                self.arming.handle(Event.PARKS)
+                if not self.woken and self.arming.may_lead:
+                    self.leader = True
+                    return
+        self.arming.stop_leading()
+        if self.leader_done:
+            self.leader_done = False
+            self.woken -= 1
+            self.parked -= 1
+            self.go_on()
+
+    def cancel_leader(self) -> None:
+        if self.leader and not self.leader_done:
+            self.leader = False
+            self.parked -= 1
+            self.arming.stop_leading()
+            self.go_on()
 
     def post(self) -> None:
         """UCX may have something to do about it, and no event announces that."""
@@ -145,25 +187,26 @@ class World:
         if self.hook:
             self.arming.before_wait(deadline, batches=False)
         if not runnable and not self.soon:
-            watched = self.progress_task is State.ARMED or (
-                self.progress_task is State.BACKING_OFF and self.armed_by_ucx
+            watched = self.leader or (
+                self.progress_task is State.ARMED or (self.progress_task is State.BACKING_OFF and self.armed_by_ucx)
             )
-            if not (watched and self.descriptor):
+            if not (watched and self.descriptor) and not self.leader_done:
                 wakes = min(self.timer, self.pause)
                 if wakes is math.inf:
                     if self.work:
                         raise Lost(f"{self.arming.state!r}, {self.work} to be delivered")
                     return False
                 self.clock = max(self.clock, wakes)
-        if self.event_hook:
-            self.arming.after_wait(deadline)
         if self.timer <= self.clock:
             self.timer = math.inf
             if self.arming.timer_ended():
                 self.timer = self.clock + TIMER
         if self.progress_task is State.ARMED and self.descriptor:
+            assert not self.leader, "two tasks wait for the descriptor"
             self.progress_task = None
             self.arming.handle(Event.READABLE)
+        if self.leader and (self.descriptor or self.leader_done):
+            self.lead()
         if self.pause <= self.clock:
             self.pause, self.progress_task = math.inf, None
         soon, self.soon = self.soon, []
@@ -180,7 +223,7 @@ class World:
 
     def run_woken(self, *, parks: bool) -> None:
         """The tasks that were woken run, one after the other."""
-        while self.woken:
+        while self.woken > self.leader_done:
             self.woken -= 1
             self.parked -= 1
             self.go_on()
@@ -245,7 +288,7 @@ EXPECTED: list[tuple[Event, State, State, list[str]]] = [
     (Event.POSTED, E, E, ["progress"]),
     (Event.PARKS, A, A, []),
     (Event.PARKS, D, A, ["arm"]),
-    (Event.PARKS, S, P, ["resume"]),
+    (Event.PARKS, S, A, ["arm"]),
     (Event.PARKS, P, P, ["progress"]),
     (Event.PARKS, B, B, ["progress"]),
     (Event.PARKS, E, E, ["progress"]),
@@ -325,16 +368,47 @@ def test_without_polling_a_disarmed_worker_is_looked_at() -> None:
     assert (one.arming.state, one.calls) == (State.PROGRESSING, ["look"])
 
 
-def test_without_polling_the_hook_looks_in_the_round_of_the_event() -> None:
-    one = World(polling=False)
+@pytest.mark.parametrize("polling", [True, False])
+def test_the_leader_gets_its_messages_without_the_progress_task(polling: bool) -> None:
+    one = world(State.SUSPENDED, polling=polling)
+    one.leader_first = True
+    for _ in range(3):
+        one.park()
+        assert one.leader and one.arming.state is State.ARMED
+        while one.round():
+            pass
+        one.arrive()
+        one.round()
+        assert not one.parked and one.arming.state is State.SUSPENDED
+        assert one.calls == ["arm", "look"]
+        one.calls.clear()
+
+
+@pytest.mark.parametrize("why", ["refusals", "more"])
+def test_a_task_that_cannot_arm_does_not_lead(why: str) -> None:
+    one = world(State.SUSPENDED)
+    setattr(one, why, 1)
     one.park()
-    while one.round():
-        pass
-    one.arrive()
+    assert not one.leader and not one.arming.led
+    assert (one.arming.state, one.calls) == (State.PROGRESSING, ["arm", "resume"])
+
+
+def test_a_leader_that_is_told_to_lets_the_progress_task_run() -> None:
+    one = world(State.SUSPENDED)
+    one.park()
+    one.arming.handle(Event.WAKE)
     one.round()
-    assert one.calls.count("look") == 1
-    assert one.woken == 1
-    assert one.arming.state is State.SUSPENDED
+    assert not one.leader and one.parked == 1
+    one.round()
+    assert one.progress_task is State.ARMED
+
+
+def test_a_progress_task_that_was_interrupted_leaves_the_descriptor_to_the_leader() -> None:
+    one = world(State.SUSPENDED)
+    one.park()
+    one.arming.interrupted()
+    assert one.arming.next_step() is State.SUSPENDED
+    assert one.arming.state is State.ARMED
 
 
 @pytest.mark.parametrize("state", [State.DISARMED, State.SUSPENDED])
@@ -355,7 +429,9 @@ def test_deferred_arming_is_done_a_moment_after_the_last_progress() -> None:
         one.round(others=True)
     assert one.arming.state is State.DISARMED, "it is polled all the time"
     one.clock += 2 * MOMENT
-    one.round(others=True)
+    for _ in range(ROUNDS):
+        assert one.arming.state is State.DISARMED, "the task may come back in the next round"
+        one.round(others=True)
     assert one.arming.state is State.ARMED
 
 
@@ -389,7 +465,10 @@ def test_an_interrupted_progress_task_looks_again() -> None:
 # ---- nobody sleeps on a disarmed worker that has work ----
 
 Step = tuple[str, int]
-STEPS = ["arrive", "post", "poll", "go on", "park", "wake", "compute", "round", "busy round", "refuse", "more", "woken"]
+STEPS = [
+    *("arrive", "post", "poll", "go on", "park", "wake", "compute", "round", "busy round", "refuse", "more", "woken"),
+    *("cancel", "interrupt"),
+]
 
 
 def take(one: World, step: Step) -> None:
@@ -402,6 +481,8 @@ def take(one: World, step: Step) -> None:
         one.deliver()
         if number % 2:  # in vain
             one.park()
+        elif number % 4:
+            one.finds()
         else:
             one.go_on()
     elif what == "go on":
@@ -418,15 +499,21 @@ def take(one: World, step: Step) -> None:
         one.refusals = number
     elif what == "more":
         one.more = number
+    elif what == "cancel":
+        one.cancel_leader()
+    elif what == "interrupt":
+        if one.progress_task is not None:
+            one.arming.interrupted()
+            one.pause, one.progress_task = math.inf, None
     elif what == "woken":
         one.run_woken(parks=number % 2 == 0)
     else:
         one.round(others=what == "busy round")
 
 
-def play(steps: list[Step], *, polling: bool) -> None:
+def play(steps: list[Step], *, polling: bool, leader_first: bool) -> None:
     """Raises Lost when work stays undone although nobody is there who would do it."""
-    one = World(polling=polling)
+    one = World(polling=polling, leader_first=leader_first)
     for step in steps:
         take(one, step)
     one.arrive()
@@ -437,10 +524,15 @@ def play(steps: list[Step], *, polling: bool) -> None:
     assert one.clock - began < BOUND + 8 * PAUSE
 
 
-@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 7)), max_size=60), st.booleans())
+@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 7)), max_size=60), st.booleans(), st.booleans())
 @settings(settings.get_profile("model"), max_examples=1000)
-def test_nobody_sleeps_on_a_disarmed_worker_that_has_work(steps: list[Step], polling: bool) -> None:
-    play(steps, polling=polling)
+def test_nobody_sleeps_on_a_disarmed_worker_that_has_work(steps: list[Step], polling: bool, leader_first: bool) -> None:
+    play(steps, polling=polling, leader_first=leader_first)
+
+
+def arm_for_nobody(arming: Arming) -> None:
+    arming._lead()
+    arming.led = False
 
 
 @pytest.mark.parametrize(
@@ -448,6 +540,7 @@ def test_nobody_sleeps_on_a_disarmed_worker_that_has_work(steps: list[Step], pol
     [
         (State.ARMED, Event.POSTED, Arming._progress),
         (State.DISARMED, Event.PARKS, Arming._nothing),
+        (State.SUSPENDED, Event.PARKS, arm_for_nobody),
         (State.DISARMED, Event.OVERDUE, Arming._progress),
         (State.SUSPENDED, Event.OVERDUE, Arming._progress),
     ],
@@ -461,4 +554,4 @@ def test_the_property_notices_what_is_wrong(
         for _ in range(3000):
             length = chance.randrange(60)
             steps = [(chance.choice(STEPS), chance.randrange(8)) for _ in range(length)]
-            play(steps, polling=chance.random() < 0.5)
+            play(steps, polling=chance.random() < 0.5, leader_first=chance.random() < 0.5)

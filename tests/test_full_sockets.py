@@ -24,6 +24,7 @@ PROMPT = 0.1
 @pytest.fixture
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**15)  # which the kernel then does not enlarge
         client = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
     with client, accepted:

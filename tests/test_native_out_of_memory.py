@@ -69,7 +69,7 @@ class Side:
 
     def progress(self, arm: bool = False) -> list[tuple[int, ...]]:
         """Records: kind, id, status, length, tag, pointer."""
-        count = lib.tu_worker_progress_and_arm(self.worker, self.records, 64, arm, self.armed)
+        count = lib.tu_worker_progress_and_arm(self.worker, self.records, 64, arm, False, self.armed)
         assert count >= 0
         view = memoryview(ffi.buffer(self.records)).cast("Q").tolist()
         width = lib.TU_RECORD_FIELDS

@@ -23,6 +23,8 @@ PACKAGE = str(Path(trio_ucx.__file__).parent)
 MOST_OUT = 6
 #: The most from the delivery of a record to where ``await connection.receive`` returns.
 MOST_IN = 14
+#: The same where the task is parked. It is the leader: so it takes the message from UCX itself, and defers the arming.
+MOST_IN_LEADER = 18
 
 
 class Recorded:
@@ -146,7 +148,7 @@ async def test_in_when_a_parked_task_waits(transports: str) -> None:
                 await trio.sleep(0)
         assert got == [b"8 bytes."]
         assert "dispatch.deliver" in path.functions
-        assert len(path.functions) <= MOST_IN, str(path)
+        assert len(path.functions) <= MOST_IN_LEADER, str(path)
 
 
 async def test_in_when_a_task_polls(transports: str) -> None:

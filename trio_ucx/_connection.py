@@ -505,18 +505,18 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             trio.BrokenResourceError: the peer closed it, or is gone.
             TypeError: not a contiguous bytes-like object.
         """
-        with self._sending.hold():
+        with self._sending:
             await trio.lowlevel.checkpoint_if_cancelled()
             self._check_stream()
             link = self._link
             sending = link.sending
-            sending.check()
             # An empty message would be the end of the stream.
             longest = min(sending.credit.window // 4, stream.SMALL_PIECE)
             short = type(data) in (bytes, bytearray) and 0 < len(data) <= longest
             if short and sending.send_short(wire.STREAM, data):
                 await link.engine.waiting.schedule_point()
                 return
+            sending.check()
             waited = False
             check_elements(data, "send")
             with memoryview(data) as view, view.cast("B") as flat:
@@ -544,7 +544,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
         Raises: as :meth:`send_all`.
         """
-        with self._sending.hold():
+        with self._sending:
             await trio.lowlevel.checkpoint()
             self._check_stream()
             await self._link.sending.wait_room(wire.STREAM)
@@ -561,7 +561,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             trio.BusyResourceError: another task is sending on it.
             trio.ClosedResourceError, trio.BrokenResourceError: as for :meth:`send`.
         """
-        with self._sending.hold():
+        with self._sending:
             await trio.lowlevel.checkpoint_if_cancelled()
             self._link.check()
             if self._eof_sent:
@@ -592,7 +592,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """
         if max_bytes is not None:
             max_bytes = check_integer(max_bytes, "max_bytes", 1, 1 << 62)
-        with self._receiving.hold():
+        with self._receiving:
             await trio.lowlevel.checkpoint_if_cancelled()
             self._link.check()
             engine, receiving = self._link.engine, self._link.receiving

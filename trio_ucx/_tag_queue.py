@@ -352,11 +352,13 @@ class TagQueue:
 
     def wait(self, receive: Receive) -> None:
         """Adds a receive, which may complete at once."""
-        self.unpack()
+        if self.packed is not None:
+            self.unpack()
         if self.receives is _NOTHING:
             self.receives = collections.deque()
         self.receives.append(receive)
-        self.advance()
+        if self.messages:
+            self.advance()
 
     def ready_now(self) -> Message | None:
         """The message that a receive could have without waiting."""

@@ -49,7 +49,7 @@ class ReadBuffer:
     """What was received of the byte stream and not read."""
 
     def __init__(self) -> None:
-        self._rest: memoryview | None = None
+        self._rest: bytes | memoryview | None = None
         self.ended = False
 
     @property
@@ -71,7 +71,7 @@ class ReadBuffer:
             size += len(following)
         self.ended = not parts[-1]
         if size:
-            self._rest = memoryview(piece if size == len(piece) else b"".join(parts))
+            self._rest = piece if size == len(piece) else b"".join(parts)
 
     def take(self, max_bytes: int | None) -> bytes:
         """What a read returns, b"" at the end."""
@@ -79,10 +79,9 @@ class ReadBuffer:
         if rest is None:
             return b""
         if max_bytes is None or max_bytes >= len(rest):
-            whole = rest.obj
-            data = whole if isinstance(whole, bytes) and len(whole) == len(rest) else bytes(rest)
+            data = bytes(rest)
             self._rest = None
         else:
             data = bytes(rest[:max_bytes])
-            self._rest = rest[max_bytes:]
+            self._rest = memoryview(rest)[max_bytes:]
         return data

@@ -280,6 +280,8 @@ class Receiving:
         if queue is None:
             return None
         packed = queue.packed
+        if packed is None and not queue.messages:
+            return None
         if packed is not None:
             count, data = packed.left, packed.pop_all()
             queue.next_packed()

@@ -4,7 +4,8 @@
  * core to spare for the peer, waits are short and polls find nothing.
  *
  *   a poll finds something            the limit becomes a multiple of what it took, so that the next finds it, too
- *   MISSES polls do not               no polling for 1 wait, 2, 4, ... 1024 waits; HITS_FOR_A_MISS hits forgive a miss
+ *   MISSES polls do not               no polling for 1 PENALTY, then one poll, 2 PENALTYs, one poll, 4 ... 64; each
+ *                                     HITS_FOR_A_MISS hits forgive a miss
  *   no poll, and the wait was         short, or could have been: polls again, up to the bound
  *   no poll, and the wait was         longer: the limit is halved
  */
@@ -16,7 +17,8 @@
 #define SHORT 4                /* a wait of up to so many bounds may be short once nobody has to be woken */
 #define MISSES 4
 #define HITS_FOR_A_MISS 3      /* fewer do not make up for a miss: it costs more than a hit saves */
-#define MOST_PENALTY 10
+#define PENALTY 128000         /* nanoseconds; 64 of them are 8 ms, in which polling comes back when it pays again */
+#define MOST_DOUBLINGS 6
 #define SLICE 1000000          /* one call takes no longer: Trio looks at deadlines and signals in between */
 #define ROUNDS 16              /* progress calls that find nothing, between two looks at the clock */
 
@@ -42,11 +44,7 @@ bool tu_poll_begin(tu_worker_t *worker)
     poll->continues = false;
     poll->began     = tu_now();
     poll->steps     = worker->background.steps;
-    if (poll->skip > 0) {
-        poll->skip--;
-        return false;
-    }
-    return poll->limit > 0;
+    return poll->limit > 0 && poll->began >= poll->resumes;
 }
 
 /* It found something, or a sequence went on. */
@@ -58,19 +56,19 @@ static void paid(tu_worker_t *worker)
     if (poll->misses > 0) {
         poll->misses--;
     } else {
-        poll->penalty = 0;
+        poll->doublings = 0;
     }
 }
 
-static void missed(tu_poll_t *poll)
+static void missed(tu_poll_t *poll, uint64_t time)
 {
     poll->misses += HITS_FOR_A_MISS;
     if (poll->misses >= MISSES * HITS_FOR_A_MISS) {
-        poll->misses = 0;
-        poll->skip   = 1u << poll->penalty;
-        poll->limit  = 0;
-        if (poll->penalty < MOST_PENALTY) {
-            poll->penalty++;
+        poll->misses -= HITS_FOR_A_MISS; /* the next miss is one too many again */
+        poll->resumes = time + ((uint64_t)PENALTY << poll->doublings);
+        poll->limit   = 0;
+        if (poll->doublings < MOST_DOUBLINGS) {
+            poll->doublings++;
         }
     }
 }
@@ -132,7 +130,7 @@ int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max)
         if (poll->goes_on) {
             paid(worker);
         } else if (!poll->continues) {
-            missed(poll);
+            missed(poll, time);
         }
         return 0;
     }
@@ -159,11 +157,8 @@ bool tu_poll_sequences(tu_worker_t *worker, uint64_t before)
     time = tu_now();
     took = time - poll->last;
     look_at_sequences(worker, &before, time);
-    if (steps > 0 && poll->limit == 0) {
-        poll->skip -= (unsigned)least(poll->skip, steps);
-        if (poll->skip == 0 && took / steps <= SHORT * poll->bound) {
-            poll->limit = poll->bound;
-        }
+    if (steps > 0 && poll->limit == 0 && time >= poll->resumes && took / steps <= SHORT * poll->bound) {
+        poll->limit = poll->bound;
     }
     poll->goes_on = time - poll->last < poll->limit;
     return poll->goes_on;
@@ -191,17 +186,18 @@ int tu_poll_at_once(tu_worker_t *worker, tu_record_t *out, size_t max)
 void tu_poll_ended(tu_worker_t *worker)
 {
     tu_poll_t *poll = &worker->poll;
-    uint64_t took, steps;
+    uint64_t time, took, steps;
 
     if (poll->began == 0) {
         return;
     }
+    time        = tu_now();
     steps       = worker->background.steps - poll->steps; /* each was a wait of its own */
-    took        = (tu_now() - poll->began) / (steps + 1);
+    took        = (time - poll->began) / (steps + 1);
     poll->began = 0;
     if (took > SHORT * poll->bound) {
         poll->limit = poll->limit / 2 >= LEAST ? poll->limit / 2 : 0;
-    } else if (poll->skip == 0) {
+    } else if (time >= poll->resumes) {
         poll->limit = poll->bound;
     }
 }

@@ -217,7 +217,7 @@ int tu_worker_address(tu_worker_t *worker, bool net_only, char *out, size_t *siz
 char *tu_worker_arena(tu_worker_t *worker);
 void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small);
 bool tu_worker_reserve_scratch(tu_worker_t *worker);
-int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, int *armed);
+int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, bool once, int *armed);
 int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max);
 int tu_worker_look_unsignalled(int efd, tu_worker_t *worker, tu_record_t *out, size_t max);
 unsigned tu_worker_progress(tu_worker_t *worker);

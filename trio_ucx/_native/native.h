@@ -213,12 +213,12 @@ typedef struct tu_poll {
     uint64_t limit;            /* how long polling has been worth while lately */
     uint64_t began;            /* when the wait began that the limit is to be adapted to; 0: none */
     unsigned misses;           /* polls that found nothing, less those that hits have made up for */
-    unsigned skip;             /* waits that do not poll before the next try */
+    uint64_t resumes;          /* when polling is tried again */
     bool goes_on;              /* a sequence went on in the last poll or progress, and may go on */
     bool continues;            /* the last poll ended before its time, for a schedule point */
     uint64_t last;             /* when the poll began, or a sequence last posted something in it */
     uint64_t steps;            /* background.steps when the wait began */
-    unsigned penalty;          /* log2 of `skip` after the next series of misses */
+    unsigned doublings;        /* how often the pause before that has been doubled */
 } tu_poll_t;
 
 typedef struct tu_long tu_long_t;

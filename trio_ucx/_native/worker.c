@@ -288,11 +288,11 @@ unsigned tu_worker_progress(tu_worker_t *worker)
     return moved;
 }
 
-/* Makes UCX progress until nothing moves, or for TU_SLICE, collects messages, and takes up to `max` records. Arms only
- * when there are none: *armed is then TU_ARMED (the descriptor will become readable) or TU_BUSY (the worker cannot be
+/* Makes UCX progress until nothing moves, or for TU_SLICE, or with `once` until something has arrived; collects messages,
+ * and takes up to `max` records. Arms only when there are none: *armed is then TU_ARMED (the descriptor will become readable) or TU_BUSY (the worker cannot be
  * armed: call again after a while). TU_MORE means that there is more to do at once. Returns the number of records, or
  * -1 if arming failed. */
-int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, int *armed)
+int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, bool once, int *armed)
 {
     uint64_t end    = tu_now() + TU_SLICE;
     int retries     = BUSY_RETRIES;
@@ -310,7 +310,10 @@ int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max
             tu_inbox_collect(worker); /* now, so that UCX does not accumulate a window of messages */
             /* When an operation has failed, its endpoint's failure comes next, and Python should get both at once. */
             in_time = moved == 0 || tu_now() < end + (worker->failed != failed ? FAILING : 0);
-        } while (moved != 0 && in_time && worker->used < max && tu_inbox_goes_on(worker));
+        } while (moved != 0 && in_time && worker->used < (once ? 1 : max) && tu_inbox_goes_on(worker));
+        if (once) {
+            tu_inbox_complete_last(worker);
+        }
         count = take_records(worker, out, max);
         if (count > 0 || !arm || !in_time || worker->background.ready > 0 || worker->background.copies > 0 ||
             tu_poll_sequences(worker, steps)) {

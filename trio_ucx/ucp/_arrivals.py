@@ -253,7 +253,7 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
             self._target = None
             await trio.lowlevel.cancel_shielded_checkpoint()
             return
-        with self._guard.hold():
+        with self._guard:
             await completed(operation, operation.engine, watch=True)
         self._operation = self._target = None
 

@@ -110,7 +110,7 @@ class StreamReader:
     async def receive_into(self, buffer: WritableBuffer, exact: bool) -> int:
         pins = Pinned(buffer, writable=True)
         try:
-            with self._guard.hold():
+            with self._guard:
                 await trio.lowlevel.checkpoint_if_cancelled()
                 stream_buffer = self._open_buffer()
                 received = stream_buffer.take_into(pins, 0)
@@ -127,7 +127,7 @@ class StreamReader:
         return received
 
     async def receive_some(self) -> StreamData:
-        with self._guard.hold():
+        with self._guard:
             await trio.lowlevel.checkpoint_if_cancelled()
             stream_buffer = self._open_buffer()
             while not stream_buffer.size:

@@ -182,21 +182,19 @@ class _Protected(AbstractContextManager[T]):
 
 
 class ConflictDetector:
-    """Refuses a second task in an operation that only one may be in."""
+    """Refuses a second task in an operation that only one may be in: ``with`` it around the operation."""
 
     def __init__(self, message: str) -> None:
         self._message = message
         self._busy = False
 
-    @contextmanager
-    def hold(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         if self._busy:
             raise trio.BusyResourceError(self._message)
         self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
+
+    def __exit__(self, *_: object) -> None:
+        self._busy = False
 
 
 def publish(namespace: dict[str, Any], module: str) -> None:

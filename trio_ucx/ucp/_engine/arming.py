@@ -1,18 +1,23 @@
 """Arming: what a worker waits for, and what progresses it next. A state machine without I/O.
 
 UCX announces events by a file descriptor, but only while the worker is *armed*. Arming succeeds when nothing is left to
-do, and any progress disarms the worker. One task of each worker, the progress task, waits for the descriptor.
+do, and any progress disarms the worker. One task waits for the descriptor: the progress task, of which each worker has
+one, or a task of the program that is parked, the *leader*.
 
 While messages flow, arming is wasted: tasks that wait poll (``waits.py``), and a task that has found what it waited
 for will most probably wait again at once. So the worker stays disarmed meanwhile, and the progress task is suspended
 when the descriptor becomes readable. :class:`Arming` decides this. It guarantees that nobody sleeps on a disarmed
 worker that has work.
 
+A task that parks on a suspended worker becomes the leader: it arms the worker, and waits for the descriptor until it
+has what it waits for, or until others see to the worker. So an event wakes the task that is waiting for it, and the
+progress task sleeps. Without that, each message would wake two tasks, in two rounds of Trio's loop.
+
 ====================  =======================================================================================
 State                 What progresses the worker next
 ====================  =======================================================================================
-``ARMED``             the progress task, when the descriptor becomes readable
-``DISARMED``          tasks that poll or run; the progress task waits for the descriptor, which tells only some events
+``ARMED``             the task that waits for the descriptor, when it becomes readable
+``DISARMED``          tasks that poll or run; a task waits for the descriptor, which tells only some events
 ``SUSPENDED``         tasks that poll or run; the progress task waits to be resumed
 ``PROGRESSING``       the progress task, which runs, or will in the next round of Trio's loop
 ``BACKING_OFF``       the progress task, after a pause: UCX has work that it cannot do yet, and refuses to be armed
@@ -26,7 +31,7 @@ other transitions:
 Event         ``ARMED``   DISARMED    SUSPENDED    PROGRESSING    BACKING_OFF    ENDED
 ============  ==========  ==========  ===========  =============  =============  ==========
 ``POSTED``    arm         defer       defer        progress       progress       progress
-``PARKS``     --          arm         resume       progress       progress       progress
+``PARKS``     --          arm         lead         progress       progress       progress
 ``OVERDUE``   --          arm         resume       --             --             --
 ``WAKE``      signal      signal      resume       --             --             --
 ``READABLE``  look        hand_over   --           --             --             --
@@ -36,20 +41,23 @@ Event         ``ARMED``   DISARMED    SUSPENDED    PROGRESSING    BACKING_OFF   
 
 * *arm* progresses and arms: ``ARMED`` when that succeeds. Otherwise it makes the descriptor readable, and the progress
   task takes over: ``PROGRESSING``.
+* *lead* progresses, and arms if that has delivered nothing: then the task that parks is the leader. If something was
+  delivered, the state stays: the task will probably go on, and otherwise the worker is ``OVERDUE``.
 * *defer* progresses, and leaves the worker disarmed for a bounded time.
 * *progress* progresses, and leaves the rest to the progress task, which will run soon.
 * *resume* lets the progress task run in the next round: ``PROGRESSING``. *signal* does the same by the descriptor.
 * *look* progresses once. When that lets every parked task go on, they will see to the rest: *step_aside*. Otherwise
   the progress task does: ``PROGRESSING``.
 * *step_aside* suspends the progress task for a bounded time: ``SUSPENDED``.
-* *hand_over* is *step_aside* where tasks poll, or where the hook after Trio's wait has looked already; else *look*.
+* *hand_over* is *step_aside* where tasks poll; else *look*.
 * *run* progresses and arms: ``ARMED`` when that succeeds; ``PROGRESSING`` when there is more to do at once, after a
   schedule point; ``BACKING_OFF`` when UCX refuses.
 
 What is deferred becomes ``OVERDUE`` when Trio has nothing else to run, or when nobody has made the worker progress for
-``MOMENT``. A hook before Trio's waits notices this. The hook costs half a microsecond for each round of Trio's loop; so
-when the only task that waits has come back ``STEADY`` times in a row, a timer replaces the hook, and looks every
-``TIMER`` seconds.
+``MOMENT`` and for ``ROUNDS`` rounds. (A task passes two rounds from one message to the next. They take longer than a
+moment where the peer, or another process, has the core meanwhile.) A hook before Trio's waits notices this. The hook
+costs some microseconds for each round of Trio's loop; so when the only task that waits has come back ``STEADY`` times
+in a row, a timer replaces the hook, and looks every ``TIMER`` seconds.
 """
 
 from __future__ import annotations
@@ -61,6 +69,8 @@ from typing import Protocol
 #: Seconds for which work may be deferred while other tasks run, and within which one message closely follows another.
 #: More would save calls, but a receiver that polls for DEFAULT_SPIN should not have to park meanwhile.
 MOMENT = 75e-6
+#: Rounds of Trio's loop for which work is deferred at least, if there is something else to run.
+ROUNDS = 3
 #: Seconds between two looks of the timer that replaces the hook.
 TIMER = 0.004
 #: The timer replaces the hook when the only waiting task has come back more often than this in a row.
@@ -68,9 +78,6 @@ STEADY = 64
 #: Idle rounds with nothing deferred, after which the hook before waits is removed. Not sooner, because adding it again
 #: takes 10 microseconds.
 IDLE_ROUNDS = 100
-#: Rounds in which Trio did not wait, or the progress task did not wait for the descriptor, after which the hook after
-#: waits is removed.
-BUSY_ROUNDS = 4
 
 
 class State(IntEnum):
@@ -120,14 +127,15 @@ class Worker(Protocol):
     #: How often it was progressed.
     progress_count: int
 
-    def progress_and_deliver(self, arm: bool) -> int:
-        """Progresses and delivers until nothing moves, then arms if asked to. Returns a :class:`Progress`."""
+    def progress_and_deliver(self, arm: bool, once: bool = False) -> int:
+        """Progresses and delivers until nothing moves, then arms if asked to. Returns a :class:`Progress`.
+
+        Args:
+            once: whether to return as soon as something was delivered.
+        """
 
     def serve_parked(self) -> bool:
         """Progresses once. Whether something arrived, and every parked task goes on."""
-
-    def readable(self) -> bool:
-        """Whether the descriptor is readable."""
 
     def signal(self) -> None:
         """Makes the descriptor readable."""
@@ -143,12 +151,6 @@ class Loop(Protocol):
         """Calls :meth:`Arming.before_wait` in every round, until told otherwise."""
 
     def stop_watching(self) -> None:
-        """Calls it no more."""
-
-    def watch_events(self) -> None:
-        """Calls :meth:`Arming.after_wait` in every round, until told otherwise."""
-
-    def stop_watching_events(self) -> None:
         """Calls it no more."""
 
     def call_soon(self, function: Callable[[], None]) -> None:
@@ -175,23 +177,23 @@ class Arming:
         self._loop = loop
         self._polling = polling
         self._jumping = jumping
-        #: ARMED stands for DISARMED, too, as long as the progress task waits for the descriptor.
+        #: ARMED stands for DISARMED, too, as long as a task waits for the descriptor.
         self._state = State.PROGRESSING
+        #: Whether that task is one of the program's, the leader: then the progress task is suspended.
+        self.led = False
         #: The worker's ``progress_count`` when it was armed.
         self.armed_at = -1
-        #: The same when the hook after a wait had let every parked task go on.
-        self._served_at = -1
         self._deferred = False
         #: How often in a row the only task that waits has come back; and whether the timer has replaced the hook.
         self._returns = 0
         self.steady = False
         self._timer_at = -1
-        # The worker's progress_count, and when it was last seen to grow.
+        # The worker's progress_count, when it was last seen to grow, and how many rounds ago.
         self._seen_count = 0
         self._seen_at = 0.0
+        self._seen_rounds = 0
         # Rounds for which the hooks were there in vain.
         self._idle = 0
-        self._busy = 0
 
     # ---- the state ----
 
@@ -204,18 +206,18 @@ class Arming:
 
     @property
     def armed(self) -> bool:
-        """Whether the descriptor announces every event, and the progress task waits for it."""
+        """Whether the descriptor announces every event, and a task waits for it."""
         return self.armed_at == self._worker.progress_count
 
     @property
     def awaits_descriptor(self) -> bool:
-        """Whether the progress task waits for the descriptor."""
+        """Whether a task waits for the descriptor."""
         return self._state is State.ARMED
 
     def try_to_arm(self) -> bool:
         """Progresses, and tries to arm. Returns whether that succeeded.
 
-        If the progress task does not wait for the descriptor, wakes that task and returns False.
+        If no task waits for the descriptor, wakes the progress task and returns False.
         """
         if self._state is not State.ARMED:
             self.handle(Event.WAKE)
@@ -239,6 +241,15 @@ class Arming:
             self._state = State.PROGRESSING
             self._worker.signal()
 
+    def _lead(self) -> None:
+        result = self._worker.progress_and_deliver(arm=True, once=True)
+        if result == Progress.ARMED:
+            self._state = State.ARMED
+            self.armed_at = self._worker.progress_count
+            self.led = True
+        elif result == Progress.BUSY:
+            self._resume()
+
     def _signal(self) -> None:
         self._state = State.PROGRESSING
         self._worker.signal()
@@ -261,12 +272,12 @@ class Arming:
             self._state = State.PROGRESSING
 
     def _step_aside(self) -> None:
-        self._state = State.SUSPENDED
+        self._state = State.ARMED if self.led else State.SUSPENDED  # either way disarmed
         self.armed_at = -1
         self.defer()
 
     def _hand_over(self) -> None:
-        if self._polling or self._served_at == self._worker.progress_count:
+        if self._polling:
             self._step_aside()
         else:
             self._look()
@@ -286,12 +297,14 @@ class Arming:
 
     def next_step(self) -> State:
         """The progress task runs. Returns what it waits for: never DISARMED."""
+        if self.led:
+            return State.SUSPENDED  # it was interrupted
         self.handle(Event.RUNS)
         return self._state
 
     def interrupted(self) -> None:
         """The progress task was woken by something else than what it waited for."""
-        if self._state is not State.ENDED:
+        if self._state is not State.ENDED and not self.led:
             self._state = State.PROGRESSING
             self.armed_at = -1
 
@@ -299,6 +312,24 @@ class Arming:
         """The progress task has ended, or the worker is closed."""
         self._state = State.ENDED
         self.armed_at = -1
+
+    # ---- the leader ----
+
+    @property
+    def may_lead(self) -> bool:
+        """Whether the leader may go on waiting for the descriptor; if not, the progress task is to run."""
+        return self.led and self._state is State.ARMED
+
+    def stop_leading(self) -> None:
+        """The leader does not wait for the descriptor any more. It must look at the worker, or defer that."""
+        if not self.led:
+            return
+        self.led = False
+        if self._state is State.ARMED:
+            self._state = State.SUSPENDED
+            self.armed_at = -1
+        elif self._state is State.PROGRESSING:
+            self._loop.resume()
 
     # ---- deferring ----
 
@@ -310,7 +341,7 @@ class Arming:
 
     def task_resumed(self, parked: int) -> None:
         """A task found what it waited for, while the worker is not armed; so many others are parked."""
-        alone = self._polling and not parked and not self._jumping
+        alone = not parked and not self._jumping
         if alone and self.steady:
             return  # the timer looks at the worker
         self._returns = self._returns + 1 if alone else 0
@@ -357,57 +388,32 @@ class Arming:
         if count != self._seen_count:
             self._seen_count = count
             self._seen_at = self._loop.now()
+            self._seen_rounds = 0
             return True
-        return self._loop.now() - self._seen_at <= MOMENT
+        self._seen_rounds += 1
+        return self._seen_rounds < ROUNDS or self._loop.now() - self._seen_at <= MOMENT
 
     def timer_ended(self) -> bool:
         """The timer that replaces the hook has ended. Whether it is to be started again."""
         count = self._worker.progress_count
         state = self.state
-        disarmed = state is State.DISARMED or state is State.SUSPENDED
-        if self.steady and disarmed and count != self._timer_at:
+        if self.steady and count != self._timer_at and state is not State.PROGRESSING:
             self._timer_at = count
-            return True  # the worker is polled all the time
+            return True  # a task comes back all the time
         self.steady = False
         self._returns = 0
-        if disarmed:
+        if state is State.DISARMED or state is State.SUSPENDED:
             self._overdue()
         return False
-
-    # ---- tasks that do not poll ----
-
-    def task_parks(self) -> None:
-        """A task is parked. Where tasks do not poll, the hook after waits lets them run in the round of the event."""
-        if not self._polling:
-            self._busy = 0
-            self._loop.watch_events()
-
-    def after_wait(self, timeout: float) -> None:
-        """Trio has waited for events, for at most ``timeout`` seconds.
-
-        If only the progress task looked at the worker, tasks would run a round later.
-        """
-        if timeout > 0 and self._state is State.ARMED:
-            self._busy = 0
-            if self._worker.readable():
-                if self._worker.serve_parked():
-                    self._served_at = self._worker.progress_count
-                # The descriptor may have become readable after Trio looked. Then the progress task is not about to run,
-                # and what would have woken it has been taken.
-                self.defer()
-        else:
-            self._busy += 1
-            if self._busy > BUSY_ROUNDS:
-                self._loop.stop_watching_events()
 
 
 def _rows() -> dict[Event, tuple[Callable[[Arming], None], ...]]:
     arm, defer, progress, resume = Arming._arm, Arming._progress_and_defer, Arming._progress, Arming._resume
     signal, look, hand_over, step_aside = Arming._signal, Arming._look, Arming._hand_over, Arming._step_aside
-    run, nothing = Arming._run, Arming._nothing
+    lead, run, nothing = Arming._lead, Arming._run, Arming._nothing
     return {  # ARMED, DISARMED, SUSPENDED, PROGRESSING, BACKING_OFF, ENDED
         Event.POSTED: (arm, defer, defer, progress, progress, progress),
-        Event.PARKS: (nothing, arm, resume, progress, progress, progress),
+        Event.PARKS: (nothing, arm, lead, progress, progress, progress),
         Event.OVERDUE: (nothing, arm, resume, nothing, nothing, nothing),
         Event.WAKE: (signal, signal, resume, nothing, nothing, nothing),
         Event.READABLE: (look, hand_over, nothing, nothing, nothing, nothing),

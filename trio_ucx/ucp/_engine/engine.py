@@ -176,8 +176,11 @@ class Engine:
 
     # ---- progress ----
 
-    def progress_and_deliver(self, arm: bool) -> int:
+    def progress_and_deliver(self, arm: bool, once: bool = False) -> int:
         """Progresses and delivers until nothing moves, then arms if asked to.
+
+        Args:
+            once: whether to return as soon as something was delivered.
 
         Returns:
             ``TU_ARMED``, ``TU_BUSY`` (UCX cannot be armed although nothing moves) or ``TU_MORE`` (not asked to arm, or
@@ -186,6 +189,7 @@ class Engine:
         if self._delivering or self.handle is None:
             return lib.TU_MORE
         self._delivering = True
+        self._again = False
         self.progress_count += 1
         try:
             if self.batches.batches:
@@ -193,10 +197,12 @@ class Engine:
             records, words, armed = self._buffers
             end = perf_counter() + _SLICE
             for _ in range(_ROUNDS):
-                count = lib.tu_worker_progress_and_arm(self.handle, records, _BATCH, arm, armed)
+                count = lib.tu_worker_progress_and_arm(self.handle, records, _BATCH, arm, once, armed)
                 if count > 0:
                     deliver(self, words[: count * _FIELDS].tolist())
-                    if perf_counter() > end and not self.failures:
+                    if self.failures:
+                        continue
+                    if (once and not self._again) or perf_counter() > end:
                         break
                 elif self.failures:
                     deliver_failures(self)
@@ -281,10 +287,6 @@ class Engine:
         """Progresses once. Whether something arrived, and every task that was parked goes on."""
         return self.take(lib.tu_worker_look) and self.waiting.parked == self.waiting.woken and self.usable
 
-    def readable(self) -> bool:
-        """Whether the worker's descriptor is readable."""
-        return bool(lib.tu_readable(self.progress_task.efd))
-
     def signal(self) -> None:
         """Makes the worker's descriptor readable."""
         if self.handle is not None:
@@ -295,9 +297,8 @@ class Engine:
         self.arming.handle(Event.WAKE)
 
     def watch_events(self) -> None:
-        """A task parks: lets the safety net look, and where tasks do not poll, the hook after Trio's waits."""
+        """Something is awaited: lets the safety net look."""
         self.progress_task.safety_net.watch()
-        self.arming.task_parks()
 
     def awaited(self) -> bool:
         """Whether anybody waits for anything that UCX would tell."""

@@ -2,8 +2,7 @@
 
 * :class:`ProgressTask` waits for the worker's descriptor and progresses the worker, as the worker's state
   (``arming.py``) asks for it.
-* :class:`BeforeWait` and :class:`AfterWait` bound how long deferred work waits: batches not yet sent, a worker not yet
-  armed.
+* :class:`BeforeWait` bounds how long deferred work waits: batches not yet sent, a worker not yet armed.
 * :class:`SafetyNet` looks for events that UCX might have lost, and does again what must be tried later.
 * :class:`Backoff` sleeps while UCX is busy without moving: it cannot be armed while a queue of shared memory is full,
   say.
@@ -40,8 +39,12 @@ INTERVAL = 1.03
 INTERRUPTED = 0.0002
 
 
-class _Hook(trio.abc.Instrument):
-    """An instrument that is present only while it is needed. An exception in it breaks the worker."""
+class BeforeWait(trio.abc.Instrument):
+    """Before Trio waits for events: sends batches, and re-arms a worker that was left disarmed.
+
+    It is present only while it is needed. It must not make a task runnable, because Trio has decided already how long
+    it waits.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -58,13 +61,6 @@ class _Hook(trio.abc.Instrument):
             with suppress(KeyError):  # Trio drops an instrument that has raised
                 trio.lowlevel.remove_instrument(self)
 
-
-class BeforeWait(_Hook):
-    """Before Trio waits for events: sends batches, and re-arms a worker that was left disarmed.
-
-    It must not make a task runnable, because Trio has decided already how long it waits.
-    """
-
     def before_io_wait(self, timeout: float) -> None:
         engine = self._engine
         try:
@@ -75,16 +71,6 @@ class BeforeWait(_Hook):
             engine.arming.before_wait(timeout, batches=bool(engine.batches.batches))
         except BaseException as error:  # Trio would drop this instrument
             engine.internal_error(error)
-
-
-class AfterWait(_Hook):
-    """After Trio has waited for events: see :meth:`~.arming.Arming.after_wait`."""
-
-    def after_io_wait(self, timeout: float) -> None:
-        try:
-            self._engine.arming.after_wait(timeout)
-        except BaseException as error:
-            self._engine.internal_error(error)
 
 
 def _waited() -> float:
@@ -229,14 +215,11 @@ class ProgressTask:
             self.safety_net = SafetyNet(engine)
             undo.pop_all()
         self._before_wait = BeforeWait(engine)
-        self._after_wait = AfterWait(engine)
         self._suspended: trio.lowlevel.Task | None = None
         #: When it ran last.
         self.began = perf_counter()
         self.watch = self._before_wait.watch
         self.stop_watching = self._before_wait.stop_watching
-        self.watch_events = self._after_wait.watch
-        self.stop_watching_events = self._after_wait.stop_watching
         self.call_soon = engine.run.call_soon
         self.start_timer = self.safety_net.watch_polling
         self.now: Callable[[], float] = perf_counter

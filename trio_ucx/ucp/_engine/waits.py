@@ -23,9 +23,11 @@ waiting tasks, too. If it does not wait again, ``arming.py`` sees to it that the
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Awaitable, Callable
+from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import outcome
 import trio
@@ -34,7 +36,7 @@ from outcome import Error, Outcome, Value
 from ..._native import lib
 from .._contained import report
 from .._util import check_timeout
-from .arming import Event
+from .arming import Event, State
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -54,6 +56,13 @@ _MEASURED = 3
 #: They say that something has ended, and are raised again by the next call: a cancellation may come before them. Any
 #: other error is the outcome of one operation, which may have used up a message, and is raised once.
 _ENDED = (trio.ClosedResourceError, trio.BrokenResourceError, trio.EndOfChannel)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    try:
+        raise error
+    finally:
+        del error  # this frame is in its traceback, and would keep it alive
 
 
 class Pending:
@@ -90,17 +99,19 @@ class Pending:
         task, self._task = self._task, None
         if task is not None:
             parked_at, self.parked_at = self.parked_at, None
-            trio.lowlevel.reschedule(task, Value(None))
-            if parked_at is not None:
-                parked_at.woken += 1
-            if isinstance(result, Error):
-                self.reported(result.error)
+            if parked_at is None or not parked_at.wakes_leader(self):
+                trio.lowlevel.reschedule(task, Value(None))
+                if type(result) is Error:  # isinstance takes longer with these classes
+                    self.reported(result.error)
         notify, self.notify = self.notify, None
         if notify is not None:
             notify(self)
 
     def reported(self, error: BaseException) -> None:
-        """The user gets this error. May be called twice. (A task that polls may get a cancellation instead.)"""
+        """The user gets this error. May be called twice.
+
+        (A task that polls, and the leader, may get a cancellation instead: for these :meth:`result` calls it.)
+        """
 
     def finish_cancelled(self) -> None:
         """Finishes with the exception that the abort function was given for a cancellation."""
@@ -136,14 +147,35 @@ class Pending:
         self._task = None
         return trio.lowlevel.Abort.SUCCEEDED
 
+    async def outlasts(self, error: BaseException) -> bool:
+        """The leader was cancelled or interrupted, and this may have finished since: cancels it.
+
+        Returns:
+            False if ``error`` is to be raised. True if this has finished: its completion came first, or was at hand.
+        """
+        if self.outcome is None:
+            self._raise_cancel = partial(_raise, error)
+            try:
+                if self.try_to_cancel():
+                    return False
+                if self.outcome is None:
+                    self._task = trio.lowlevel.current_task()
+                    await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
+            finally:
+                self._raise_cancel = None
+        elif isinstance(self.outcome, Error) and isinstance(self.outcome.error, _ENDED):
+            return False
+        elif isinstance(error, KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)  # it comes at the next checkpoint
+        return True
+
     def result(self) -> Any:
         """What it finished with, as often as one likes (an Outcome can be unwrapped once)."""
-        assert self.outcome is not None
-        if isinstance(self.outcome, Error):
-            self.reported(self.outcome.error)
-            raise self.outcome.error
-        assert isinstance(self.outcome, Value)
-        return self.outcome.value
+        if type(self.outcome) is Value:
+            return self.outcome.value
+        assert isinstance(self.outcome, Error)
+        self.reported(self.outcome.error)
+        raise self.outcome.error
 
     async def wait(self, *, watch: bool = False) -> Any:
         """Waits until it finishes. No schedule point if it has finished.
@@ -239,7 +271,7 @@ def check_yield_interval(yield_interval: float) -> float:
 class Waiting:
     """How the tasks of one worker wait."""
 
-    __slots__ = ("_engine", "_yield_interval", "_yielded", "parked", "polling", "woken")
+    __slots__ = ("_engine", "_leader", "_yield_interval", "_yielded", "parked", "polling", "woken")
 
     def __init__(self, engine: Engine, spin: float, yield_interval: float) -> None:
         self._engine = engine
@@ -251,6 +283,8 @@ class Waiting:
         #: How many tasks are parked here, and how many of them were woken and have not run yet.
         self.parked = 0
         self.woken = 0
+        #: What the leader waits for while it waits for the descriptor.
+        self._leader: Pending | None = None
 
     async def schedule_point(self) -> None:
         """Lets other tasks run, if this has not been done for the ``yield_interval``. No cancel point."""
@@ -331,19 +365,41 @@ class Waiting:
                 break
         return took < _ALONE
 
+    def wakes_leader(self, pending: Pending) -> bool:
+        """A task that is parked here goes on, because what it waits for has finished. Wakes it if it is the leader.
+
+        Returns:
+            False if the caller is to wake it.
+        """
+        self.woken += 1
+        if pending is not self._leader:
+            return False
+        # Not by a signal to the worker: arming it, perhaps at once, takes that away.
+        try:
+            trio.lowlevel.notify_closing(self._engine.progress_task.efd)
+        except trio.ClosedResourceError:
+            return False  # for Trio this is a call by the leader itself: an instrument's, after a step of its task
+        return True
+
     async def _park(self, pending: Pending, watch: bool) -> None:
         engine = self._engine
-        if engine.arming.armed_at != engine.progress_count and not self.woken:
-            engine.arming.handle(Event.PARKS)
+        arming = engine.arming
+        if arming.armed_at != engine.progress_count and not self.woken:
+            arming.handle(Event.PARKS)
             if pending.outcome is not None:
                 await self.schedule_point()
                 return
+            if arming.state is State.SUSPENDED and not self.woken:
+                arming.handle(Event.OVERDUE)
         engine.watch_events()
         self.parked += 1
-        pending.expected = False
         pending.parked_at = self
         try:
-            await pending.wait(watch=watch)
+            if arming.led and self._leader is None:
+                await self._lead(pending, watch)
+            if pending.outcome is None:
+                pending.expected = False
+                await pending.wait(watch=watch)
         finally:
             self.parked -= 1
             if pending.parked_at is None:
@@ -351,3 +407,37 @@ class Waiting:
             pending.parked_at = None
             if self._yield_interval:
                 self._yielded = perf_counter()
+
+    async def _lead(self, pending: Pending, watch: bool) -> None:
+        """Waits for the descriptor instead of the progress task. Returns when it has finished, or others must go on."""
+        engine = self._engine
+        arming = engine.arming
+        pending.since = perf_counter()
+        task = trio.lowlevel.current_task()
+        try:
+            while True:
+                pending._task = task
+                self._leader = pending
+                try:
+                    await trio.lowlevel.wait_readable(engine.progress_task.efd)
+                except trio.ClosedResourceError:
+                    pass  # it has finished: see wakes_leader(); or the worker was closed
+                finally:
+                    self._leader = pending._task = None
+                engine.counters["wakeups"] += 1
+                if pending.outcome is not None or not arming.may_lead or engine.broken is not None:
+                    return
+                engine.take(lib.tu_worker_look)
+                if pending.outcome is not None or self.woken:
+                    return
+                arming.handle(Event.PARKS)
+                if pending.outcome is not None or not arming.may_lead:
+                    return
+        except (trio.Cancelled, KeyboardInterrupt) as error:
+            arming.stop_leading()
+            if (watch and pending.outcome is None) or not await pending.outlasts(error):
+                raise
+        except OSError:
+            pass  # the progress task will get the same error
+        finally:
+            arming.stop_leading()
