@@ -120,7 +120,7 @@ class SimulatedEngine:
         self.failures: list[tuple[int, int]] = []
         self.progress_count = 0
         self.batches = self
-        self.waiting = SimpleNamespace(poll_at_once=lambda: False)
+        self.waiting = SimpleNamespace(look=lambda: False)
         self.run = SimpleNamespace(inherited=False, spawn=self.spawn)
         self.peer_processes = SimpleNamespace(forget=lambda process, who: None)
         self.receive_queue = SimpleNamespace(suspect=lambda: None, endpoint_closing=lambda core: None)

@@ -601,6 +601,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                 await engine.waiting.schedule_point()
             else:
                 piece = receiving.next_piece()
+                if piece is None and receiving.look():
+                    piece = receiving.next_piece()
                 if piece is not None:
                     await engine.waiting.schedule_point()
                 else:

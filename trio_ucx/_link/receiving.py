@@ -189,7 +189,7 @@ class Receiving:
     def take_ready(self, number: int, limit: int) -> bytes | None:
         """Takes the first message of a tag queue if it is in memory of ours, and has at most ``limit`` bytes.
 
-        If none is there, and no schedule point is due, polls for a small one.
+        If none is there, looks for a small one.
         """
         queue = self.queues.get(number)
         if queue is None:
@@ -201,8 +201,7 @@ class Receiving:
                 self.consumed(message)
                 self.forget_idle(queue)
                 return message.contents
-            waiting = self.engine.waiting
-            if not queue.idle or self.credit.stalled or not waiting.poll_at_once():
+            if not queue.idle or not self.look():
                 return None
             packed = queue.packed
             if packed is None:
@@ -220,6 +219,10 @@ class Receiving:
         if self.asks:
             self.answer_asks()
         return data
+
+    def look(self) -> bool:
+        """Looks whether something arrives, for a receive that would have to wait. Returns True if something did."""
+        return not self.credit.stalled and self.engine.waiting.look()
 
     # ---- receives ----
 

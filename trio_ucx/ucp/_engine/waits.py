@@ -300,14 +300,22 @@ class Waiting:
         # If another task passed that schedule point, ours has run since, so it yielded later.
         return perf_counter() - self._yielded < self._yield_interval
 
-    def poll_at_once(self) -> bool:
-        """Polls without a schedule point, where none is due and it has been paying. Whether something was delivered."""
-        if not self._yield_interval or not self.polling or self.woken or not self._yielded_lately():
+    def look(self) -> bool:
+        """Looks at the worker for a task that is about to wait, unless the worker is armed: it may not have to.
+
+        Where no schedule point is due, and polling has been paying, this polls.
+
+        Returns:
+            True if something was delivered.
+        """
+        arming = self._engine.arming
+        if self.woken or arming.armed_at == self._engine.progress_count:
             return False
-        if not self._engine.take(lib.tu_poll_at_once):
+        polls = self._yield_interval and self.polling and self._yielded_lately()
+        if not self._engine.take(lib.tu_poll_at_once if polls else lib.tu_worker_look):
             return False
         if not self.woken:
-            self._engine.arming.task_resumed(self.parked)
+            arming.task_resumed(self.parked)
         return True
 
     async def wait(self, pending: Pending, *, watch: bool = False) -> Any:

@@ -1,0 +1,202 @@
+"""The leader: a parked task that waits for the worker's descriptor itself (``ucp/_engine/arming.py``)."""
+
+from __future__ import annotations
+
+import gc
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from helpers import assert_free, open_pair, open_peer, pattern, until
+
+import trio_ucx
+from trio_ucx import ucp
+from trio_ucx.testing import internals
+from trio_ucx.ucp._engine.arming import State
+from trio_ucx.ucp._engine.lifetime import close_now
+
+#: Round trips that are counted.
+TRIPS = 300
+
+
+class Steps(trio.abc.Instrument):
+    """Counts the rounds of Trio's loop, and the steps of each task."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.steps: dict[str, int] = {}
+
+    def before_io_wait(self, timeout: float) -> None:
+        self.rounds += 1
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.steps[task.name] = self.steps.get(task.name, 0) + 1
+
+
+@asynccontextmanager
+async def open_led(transports: str) -> AsyncIterator[tuple[trio_ucx.Connection, trio_ucx.Connection, ucp.Worker]]:
+    """Two connected workers that do not poll. A task that receives from the server leads its worker."""
+    config = {"TLS": transports}
+    async with (
+        ucp.open_worker(config=config, spin=0) as worker,
+        ucp.open_worker(config=config, spin=0) as other,
+        open_pair(other, worker) as (client, server),
+    ):
+        for _ in range(2):  # the progress task has looked once, and steps aside from then on
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(server.receive)
+                await leads(worker, wait=False)
+                await client.send(b"x")
+        yield client, server, worker
+
+
+async def leads(worker: ucp.Worker, *, wait: bool = True) -> None:
+    """Waits until a task leads."""
+    if wait:
+        with trio.fail_after(10):
+            await until(lambda: internals(worker).arming.led)
+    else:
+        await trio.sleep(0.01)
+
+
+async def test_a_round_trip_wakes_one_task(transports: str) -> None:
+    """Two rounds of Trio's loop, as for a socket: the send's schedule point, and the wait. The progress task sleeps."""
+    async with open_peer("echo", [0], True, transports=transports) as peer:
+        address, _ = await peer.hear()
+        async with (
+            ucp.open_worker(config={"TLS": transports}, spin=0) as worker,
+            trio_ucx.connect(tuple(address), worker=worker) as connection,
+        ):
+            for number in range(2 * TRIPS):
+                if number == TRIPS:
+                    before = worker.statistics().progress_calls
+                    steps = Steps()
+                    trio.lowlevel.add_instrument(steps)
+                await connection.send(pattern(8, number))
+                assert await connection.receive() == pattern(8, number)
+            trio.lowlevel.remove_instrument(steps)
+            # Each look at a timer of 4 ms is a round more, and on a busy machine a round trip takes long.
+            timers = steps.steps.get(f"trio_ucx safety net (efd {internals(worker).progress_task.efd})", 0)
+            assert steps.rounds - timers <= 2.2 * TRIPS
+            assert steps.steps.get(f"trio_ucx progress (efd {internals(worker).progress_task.efd})", 0) < 0.1 * TRIPS
+            # The look that finds nothing yet, the one before arming, and the one after the event.
+            assert worker.statistics().progress_calls - before <= 3.3 * TRIPS
+
+
+async def test_the_last_task_that_parks_leads(transports: str) -> None:
+    async with open_led(transports) as (client, server, worker), trio.open_nursery() as nursery:
+        arming = internals(worker).arming
+        assert arming.state is State.SUSPENDED or not arming.led
+        got: list[bytes] = []
+
+        async def receive(tag: int) -> None:
+            got.append(await server.receive(tag=tag))
+
+        for tag in (1, 2, 3):
+            nursery.start_soon(receive, tag)
+        await leads(worker)
+        with trio.fail_after(10):
+            for tag in (3, 1, 2):  # the leader may be any of them
+                await client.send(b"%d" % tag, tag=tag)
+                await until(lambda tag=tag: b"%d" % tag in got)  # type: ignore[misc]
+        assert worker.statistics().missed_events == 0
+
+
+@pytest.mark.parametrize("what", ["message", "end"])
+async def test_cancelled_while_it_gets_something(transports: str, what: str) -> None:
+    """A message is not lost. The end of the connection is told by the next call, as to a task that is no leader."""
+    async with open_led(transports) as (client, server, worker):
+        scope = trio.CancelScope()
+        got: list[bytes] = []
+
+        async def receive() -> None:
+            with scope:
+                got.append(await server.receive())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(receive)
+            await leads(worker)
+            scope.cancel()
+            if what == "message":
+                client.send_nowait(b"not lost")
+                internals(client.worker).batches.send_all()
+                internals(worker).progress()  # before the cancelled task runs
+            else:
+                server._link.closing.cut_off("broken", "is lost")
+        if what == "message":
+            with trio.fail_after(10):
+                assert (got or [await server.receive()]) == [b"not lost"]
+        else:
+            assert scope.cancelled_caught
+            with pytest.raises(trio.BrokenResourceError):
+                await server.receive()
+
+
+async def test_a_cancelled_leader_keeps_nothing(transports: str) -> None:
+    async with open_led(transports) as (client, server, worker):
+        buffer = bytearray(100)
+        gc.disable()
+        try:
+            with trio.move_on_after(0.05) as scope:
+                await server.receive_into(buffer)
+            assert scope.cancelled_caught
+            assert_free(buffer)
+        finally:
+            gc.enable()
+        await client.send(b"later")
+        with trio.fail_after(10):
+            assert await server.receive() == b"later"
+        assert not worker.statistics().missed_events
+
+
+def test_interrupted_while_it_gets_something() -> None:
+    """Neither the message nor Ctrl-C is lost."""
+    got: list[bytes] = []
+    interrupts = 0
+
+    async def main() -> None:
+        nonlocal interrupts
+        async with open_led("sm,self") as (client, server, worker):
+
+            def deliver() -> None:
+                client.send_nowait(b"not lost")
+                internals(client.worker).batches.send_all()
+                internals(worker).progress()
+
+            @trio.lowlevel.enable_ki_protection
+            async def interrupt() -> None:
+                await leads(worker)
+                signal.raise_signal(signal.SIGINT)  # Trio soon tells the main task, which leads
+                trio.lowlevel.current_trio_token().run_sync_soon(deliver)  # before that task runs
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(interrupt)
+                with trio.fail_after(10):
+                    while not got or not interrupts:
+                        try:
+                            if got:
+                                await trio.lowlevel.checkpoint()
+                            else:
+                                got.append(await server.receive())
+                        except KeyboardInterrupt:
+                            interrupts += 1
+
+    trio.run(main)
+    assert got == [b"not lost"]
+    assert interrupts == 1
+
+
+async def test_the_worker_is_closed_under_it(transports: str) -> None:
+    async with open_led(transports) as (_, server, worker), trio.open_nursery() as nursery:
+
+        async def receive() -> None:
+            with pytest.raises(trio.ClosedResourceError):
+                await server.receive()
+
+        nursery.start_soon(receive)
+        await leads(worker)
+        with trio.fail_after(10), pytest.warns(ResourceWarning):
+            close_now(internals(worker))
+            await until(lambda: not nursery.child_tasks)
