@@ -37,6 +37,8 @@ class World:
     #: How often it will refuse to be armed, or have more to do.
     refusals: int = 0
     more: int = 0
+    #: How often it goes on, and arms, although it was to return once something was delivered.
+    goes_on: int = 0
     # The loop.
     hook: bool = False
     soon: list[Callable[[], None]] = attrs.Factory(list)
@@ -73,7 +75,7 @@ class World:
     def progress_and_deliver(self, arm: bool, once: bool = False) -> int:
         self.calls.append("arm" if arm else "progress")
         came = self.deliver()
-        if arm and once and came:
+        if arm and once and came and not self.goes_on:
             pass
         elif arm and self.more:
             self.more -= 1
@@ -81,6 +83,7 @@ class World:
             self.refusals -= 1
             return Progress.BUSY
         elif arm:
+            self.goes_on = max(0, self.goes_on - 1)
             self.armed_by_ucx = True
             self.descriptor = False
             return Progress.ARMED
@@ -130,6 +133,7 @@ class World:
                 self.arming.handle(Event.OVERDUE)
         self.parked += 1
         if self.arming.led and not self.leader:
+            assert self.progress_task is not State.ARMED, "two tasks wait for the descriptor"
             self.leader, self.leader_done = True, False
 
     def finds(self) -> None:
@@ -137,6 +141,8 @@ class World:
         self.work += 1
         if not self.arming.armed and not self.woken:
             self.arming.handle(Event.PARKS)
+            if not self.leader:
+                self.arming.stop_leading()
         self.go_on()
 
     def lead(self) -> None:
@@ -202,9 +208,8 @@ class World:
             if self.arming.timer_ended():
                 self.timer = self.clock + TIMER
         if self.progress_task is State.ARMED and self.descriptor:
-            assert not self.leader, "two tasks wait for the descriptor"
             self.progress_task = None
-            self.arming.handle(Event.READABLE)
+            self.arming.readable()
         if self.leader and (self.descriptor or self.leader_done):
             self.lead()
         if self.pause <= self.clock:
@@ -330,7 +335,7 @@ EXPECTED: list[tuple[Event, State, State, list[str]]] = [
 )
 def test_transition(event: Event, before: State, afterwards: State, calls: list[str]) -> None:
     one = world(before)
-    one.arming.handle(event)
+    one.arming.readable() if event is Event.READABLE else one.arming.handle(event)
     assert one.arming.state is afterwards
     assert one.calls == calls
 
@@ -358,13 +363,13 @@ def test_a_look_that_serves_every_parked_task_suffices() -> None:
     for parked, work, state in ((1, 1, State.SUSPENDED), (2, 1, State.PROGRESSING), (1, 0, State.PROGRESSING)):
         one = world(State.ARMED)
         one.parked, one.work = parked, work
-        one.arming.handle(Event.READABLE)
+        one.arming.readable()
         assert one.arming.state is state
 
 
 def test_without_polling_a_disarmed_worker_is_looked_at() -> None:
     one = world(State.DISARMED, polling=False)
-    one.arming.handle(Event.READABLE)
+    one.arming.readable()
     assert (one.arming.state, one.calls) == (State.PROGRESSING, ["look"])
 
 
@@ -401,6 +406,18 @@ def test_a_leader_that_is_told_to_lets_the_progress_task_run() -> None:
     assert not one.leader and one.parked == 1
     one.round()
     assert one.progress_task is State.ARMED
+
+
+def test_no_task_leads_while_the_progress_task_waits_for_the_descriptor() -> None:
+    """...or was woken by it and has not run yet, and meanwhile the descriptor was made silent by arming."""
+    one = world(State.ARMED)
+    one.refusals = 1
+    one.arming.handle(Event.POSTED)  # cannot arm: wakes the progress task
+    one.deliver()
+    one.go_on()
+    assert one.arming.state is State.DISARMED
+    one.park()
+    assert one.arming.state is State.ARMED and not one.leader
 
 
 def test_a_progress_task_that_was_interrupted_leaves_the_descriptor_to_the_leader() -> None:
@@ -467,7 +484,7 @@ def test_an_interrupted_progress_task_looks_again() -> None:
 Step = tuple[str, int]
 STEPS = [
     *("arrive", "post", "poll", "go on", "park", "wake", "compute", "round", "busy round", "refuse", "more", "woken"),
-    *("cancel", "interrupt"),
+    *("cancel", "interrupt", "again"),
 ]
 
 
@@ -499,6 +516,8 @@ def take(one: World, step: Step) -> None:
         one.refusals = number
     elif what == "more":
         one.more = number
+    elif what == "again":
+        one.goes_on = number
     elif what == "cancel":
         one.cancel_leader()
     elif what == "interrupt":

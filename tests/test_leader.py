@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import gc
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from helpers import assert_free, open_pair, open_peer, pattern, until
+from helpers import assert_free, open_pair, open_peer, open_raw_pair, pattern, until
+from outcome import Value
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.arming import State
 from trio_ucx.ucp._engine.lifetime import close_now
+from trio_ucx.ucp._engine.waits import Pending
 
 #: Round trips that are counted.
 TRIPS = 300
@@ -186,6 +189,76 @@ def test_interrupted_while_it_gets_something() -> None:
     trio.run(main)
     assert got == [b"not lost"]
     assert interrupts == 1
+
+
+class AtHand(Pending):
+    """Its completion is at hand when it is cancelled."""
+
+    __slots__ = ()
+
+    def cancel(self) -> bool:
+        self.finish(Value("done"))
+        return False
+
+
+def test_interrupted_when_its_completion_is_at_hand() -> None:
+    interrupts: list[KeyboardInterrupt] = []
+
+    async def main() -> None:
+        async with open_led("sm,self") as (_, _, worker), trio.open_nursery() as nursery:
+
+            @trio.lowlevel.enable_ki_protection
+            async def interrupt() -> None:
+                await leads(worker)
+                signal.raise_signal(signal.SIGINT)
+
+            @trio.lowlevel.enable_ki_protection
+            async def wait() -> object:
+                return await internals(worker).waiting.wait(AtHand())
+
+            nursery.start_soon(interrupt)
+            assert await wait() == "done"
+            with trio.fail_after(10):
+                while not interrupts:
+                    try:
+                        await trio.lowlevel.checkpoint()
+                    except KeyboardInterrupt as error:
+                        interrupts.append(error)
+
+    trio.run(main)
+    assert len(interrupts) == 1
+
+
+async def test_what_it_waits_for_ends_while_it_arms() -> None:
+    """Progress goes on after a peer's end was reported, and arms the worker: then another task must lead."""
+    async with open_led("tcp,self") as (client, server, worker), open_raw_pair(client.worker, worker) as (far, near):
+        engine = internals(worker)
+        got: list[bytes] = []
+
+        async def follow() -> None:
+            got.append(await server.receive(tag=7))
+
+        async def lead() -> None:
+            async with trio.open_nursery() as sending:
+                sending.start_soon(client.send, b"x")
+                await server.receive()
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                await lead()
+            nursery.start_soon(follow)
+            await leads(worker)
+            await lead()
+            assert engine.arming.state is State.SUSPENDED
+            far.abort()
+            internals(client.worker).progress()
+            time.sleep(0.05)  # it arrives, and nobody looks
+            with pytest.raises(trio.BrokenResourceError):
+                await near.wait_closed()
+            assert not engine.arming.led or engine.waiting._leader is not None
+            with trio.fail_after(10):
+                await client.send(b"y", tag=7)
+        assert got == [b"y"]
 
 
 async def test_the_worker_is_closed_under_it(transports: str) -> None:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,9 +65,13 @@ class Echo:
 
 
 @asynccontextmanager
-async def open_echo(worker: ucp.Worker | None = None, isolate: bool = False) -> AsyncIterator[Echo]:
+async def open_echo(
+    worker: ucp.Worker | None = None, isolate: bool = False, authkey: bytes | None = None
+) -> AsyncIterator[Echo]:
     async with trio.open_nursery() as nursery:
-        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, isolate=isolate)
+        [listener] = await trio_ucx.open_ucx_listeners(
+            0, host="127.0.0.1", worker=worker, isolate=isolate, authkey=authkey
+        )
         echo = Echo(listener)
         nursery.start_soon(trio.serve_listeners, echo.handle, [listener])
         try:
@@ -148,13 +153,21 @@ async def test_a_client_is_killed_after_its_connection_was_closed_here(queue: st
         assert worker.statistics().stopped_queues == 1
 
 
-@pytest.mark.parametrize("same", [False, True], ids=["other_worker", "same_worker"])
-async def test_clients_that_connect_while_the_queue_is_stopped(same: bool) -> None:
+@pytest.mark.parametrize(
+    ("same", "authkey"),
+    [(False, None), (True, None), (False, b"secret" * 5)],
+    ids=["other_worker", "same_worker", "authkey"],
+)
+async def test_clients_that_connect_while_the_queue_is_stopped(same: bool, authkey: bytes | None) -> None:
     """Their connect uses another worker. A connection that was open for the client already breaks, in time."""
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(ucp.open_worker(config=options("sysv")))
         ours = worker if same else await stack.enter_async_context(ucp.open_worker(config=options("sysv")))
         echo = await stack.enter_async_context(open_echo(worker))
+        called = await stack.enter_async_context(open_echo(worker, authkey=authkey))
+        connecting = partial(
+            trio_ucx.connect, called.listener.address, worker=ours, shared_memory=True, authkey=authkey
+        )
         bad = await stack.enter_async_context(open_peer("dying_client", "sysv", transports=options("sysv")["TLS"]))
         await bad.tell(echo.listener.address)
         await bad.hear()
@@ -162,7 +175,7 @@ async def test_clients_that_connect_while_the_queue_is_stopped(same: bool) -> No
         await bad.ended()
 
         async def call() -> None:
-            async with trio_ucx.connect(echo.listener.address, worker=ours, shared_memory=True) as connection:
+            async with connecting() as connection:
                 with suppress(trio.BrokenResourceError):
                     await connection.send(b"hello")
                     assert await connection.receive() == b"hello"
@@ -172,7 +185,7 @@ async def test_clients_that_connect_while_the_queue_is_stopped(same: bool) -> No
                 for _ in range(5):
                     nursery.start_soon(call)
                     await trio.sleep(0.2)
-        async with trio_ucx.connect(echo.listener.address, worker=ours, shared_memory=True) as connection:
+        async with connecting() as connection:
             await connection.send(b"hello")
             assert await connection.receive() == b"hello"
         assert worker.statistics().stopped_queues == 1

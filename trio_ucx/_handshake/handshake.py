@@ -25,7 +25,7 @@ from .. import _wire as wire
 from .._close_handshake import Loss
 from .._errors import refusal
 from .._link import Link, Options, Transport
-from ..ucp import UCXError, WorkerAddress
+from ..ucp import WorkerAddress
 from ..ucp._address import family_of, format_address
 from ..ucp._connecting import connect_shared
 from ..ucp._contained import contained, report
@@ -300,6 +300,7 @@ class Handshake:
             NeedsAnotherWorker: there is no such generation.
         """
         self.check_route()
+        self._check_queue()
         if self._with_itself:
             return 0, True
         peer = self._peer_worker
@@ -319,6 +320,7 @@ class Handshake:
         """
         engine = self.registry.engine
         self._expect_no_more()
+        self._check_queue()
         if not greet:
             self._end_admission()  # UCX has connected the two ends already
         try:
@@ -460,26 +462,28 @@ class Handshake:
         failure.__cause__ = error
         contained(self.fail, failure)
 
-    def queue_stopped(self, error: UCXError) -> None:
-        """The worker's shared-memory queue has stopped: see :mod:`ucp._quirks.stopped_queue`."""
-        if self._own is not None and self._share is None and (self._peer is None or self._shared_memory):
-            self._try_another_worker()
+    def _check_queue(self) -> None:
+        """Refuses a worker whose shared-memory queue has stopped: see :mod:`ucp._quirks.stopped_queue`.
 
-    def _try_another_worker(self) -> None:
-        """The connection needs another worker of this side: the client connects again."""
-        control = self.control
-        if control is not None and not control.exchange.is_client:
-            control.exchange.again()
-            control.flush()
-        self.fail(NeedsAnotherWorker(self.label, "the shared-memory queue of a worker has stopped"))
+        Raises:
+            NeedsAnotherWorker: it has, and the connection needs it.
+        """
+        if self._shared_memory and self.registry.engine.receive_queue.stopped:
+            raise NeedsAnotherWorker(self.label, "the shared-memory queue of a worker has stopped")
 
     def _endpoint_ended(self) -> None:
         assert self._share is not None
         if self._share.error is None:
             self.fail(ConnectionError("this worker was closed"))
             return
-        if self._shared_memory and self.registry.engine.receive_queue.stopped:
-            self._try_another_worker()
+        try:
+            self._check_queue()
+        except NeedsAnotherWorker as needs:
+            control = self.control
+            if control is not None and not control.exchange.is_client:
+                control.exchange.again()
+                control.flush()
+            self.fail(needs)
             return
         hint = f" ({self.route})"
         error = os_error_from_status(self._share.error.status, f"connecting to {self.label} over UCX", hint)

@@ -330,8 +330,6 @@ class Acceptor:
             kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
         except NeedsAnotherWorker as error:
             kind, reason = AGAIN, str(error)
-            if exchange.state is State.TAKE:
-                exchange.again()
         except (OSError, UCXError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
             kind, reason = (
                 ("it left during the exchange" if client.has_sent else "it left without sending anything"),

@@ -177,9 +177,6 @@ class Receiving:
         failure.__cause__ = error
         self.share.fail(failure)
 
-    def queue_stopped(self, error: UCXError) -> None:
-        """The worker's shared-memory queue has stopped. An endpoint that uses it has failed already."""
-
     def internal_error(self, error: BaseException) -> None:
         """An exception in our own code: the connection ends. Never raises."""
         self.share.internal_error(error)

@@ -4,8 +4,8 @@
  * core to spare for the peer, waits are short and polls find nothing.
  *
  *   a poll finds something            the limit becomes a multiple of what it took, so that the next finds it, too
- *   MISSES polls do not               no polling for 1 PENALTY, then one poll, 2 PENALTYs, one poll, 4 ... 64; each
- *                                     HITS_FOR_A_MISS hits forgive a miss
+ *   MISSES polls do not               no polling for PENALTY, and until a wait was short; then one miss suffices, and the
+ *                                     pause is doubled, up to 8 ms. HITS_FOR_A_MISS hits forgive a miss
  *   no poll, and the wait was         short, or could have been: polls again, up to the bound
  *   no poll, and the wait was         longer: the limit is halved
  */

@@ -288,10 +288,10 @@ unsigned tu_worker_progress(tu_worker_t *worker)
     return moved;
 }
 
-/* Makes UCX progress until nothing moves, or for TU_SLICE, or with `once` until something has arrived; collects messages,
- * and takes up to `max` records. Arms only when there are none: *armed is then TU_ARMED (the descriptor will become readable) or TU_BUSY (the worker cannot be
- * armed: call again after a while). TU_MORE means that there is more to do at once. Returns the number of records, or
- * -1 if arming failed. */
+/* Makes UCX progress until nothing moves, or for TU_SLICE, or with `once` until something has arrived; collects
+ * messages, and takes up to `max` records. Arms only when there are none: *armed is then TU_ARMED (the descriptor will
+ * become readable) or TU_BUSY (the worker cannot be armed: call again after a while). TU_MORE means that there is more
+ * to do at once. Returns the number of records, or -1 if arming failed. */
 int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, bool once, int *armed)
 {
     uint64_t end    = tu_now() + TU_SLICE;

@@ -12,7 +12,7 @@
     trio_run, receive_queue,
       peer_processes,
       teardown                 where a worker belongs; its queue in shared memory; peers' processes; its end
-    progress                   the progress task, hooks into Trio's loop, a timer for missed events
+    progress                   the progress task, a hook into Trio's loop, a timer for missed events
     engine                     the engine, which makes its parts
     posting                    from arguments to an operation in flight
     lifetime                   opens an engine, and closes it

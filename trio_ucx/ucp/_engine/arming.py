@@ -41,8 +41,8 @@ Event         ``ARMED``   DISARMED    SUSPENDED    PROGRESSING    BACKING_OFF   
 
 * *arm* progresses and arms: ``ARMED`` when that succeeds. Otherwise it makes the descriptor readable, and the progress
   task takes over: ``PROGRESSING``.
-* *lead* progresses, and arms if that has delivered nothing: then the task that parks is the leader. If something was
-  delivered, the state stays: the task will probably go on, and otherwise the worker is ``OVERDUE``.
+* *lead* progresses until something is delivered, or arms: ``ARMED``, and the task that parks is the leader. If
+  something was delivered, the state stays, because the task will probably go on; otherwise the worker is ``OVERDUE``.
 * *defer* progresses, and leaves the worker disarmed for a bounded time.
 * *progress* progresses, and leaves the rest to the progress task, which will run soon.
 * *resume* lets the progress task run in the next round: ``PROGRESSING``. *signal* does the same by the descriptor.
@@ -54,10 +54,10 @@ Event         ``ARMED``   DISARMED    SUSPENDED    PROGRESSING    BACKING_OFF   
   schedule point; ``BACKING_OFF`` when UCX refuses.
 
 What is deferred becomes ``OVERDUE`` when Trio has nothing else to run, or when nobody has made the worker progress for
-``MOMENT`` and for ``ROUNDS`` rounds. (A task passes two rounds from one message to the next. They take longer than a
-moment where the peer, or another process, has the core meanwhile.) A hook before Trio's waits notices this. The hook
-costs some microseconds for each round of Trio's loop; so when the only task that waits has come back ``STEADY`` times
-in a row, a timer replaces the hook, and looks every ``TIMER`` seconds.
+``MOMENT`` and for ``ROUNDS`` rounds, or for ``PATIENCE``. (A task passes two rounds from one message to the next. They
+take longer than a moment where the peer, or another process, has the core meanwhile.) A hook before Trio's waits
+notices this. The hook costs half a microsecond or more for each round of Trio's loop; so when the only task that waits
+has come back ``STEADY`` times in a row, a timer replaces the hook, and looks every ``TIMER`` seconds.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ from typing import Protocol
 MOMENT = 75e-6
 #: Rounds of Trio's loop for which work is deferred at least, if there is something else to run.
 ROUNDS = 3
+#: Seconds for which it is deferred at most, whatever the rounds.
+PATIENCE = 1e-3
 #: Seconds between two looks of the timer that replaces the hook.
 TIMER = 0.004
 #: The timer replaces the hook when the only waiting task has come back more often than this in a row.
@@ -181,6 +183,8 @@ class Arming:
         self._state = State.PROGRESSING
         #: Whether that task is one of the program's, the leader: then the progress task is suspended.
         self.led = False
+        #: Whether the progress task waits for the descriptor, or was woken by it and has not run yet.
+        self._held = False
         #: The worker's ``progress_count`` when it was armed.
         self.armed_at = -1
         self._deferred = False
@@ -192,7 +196,7 @@ class Arming:
         self._seen_count = 0
         self._seen_at = 0.0
         self._seen_rounds = 0
-        # Rounds for which the hooks were there in vain.
+        # Rounds for which the hook was there in vain.
         self._idle = 0
 
     # ---- the state ----
@@ -272,7 +276,8 @@ class Arming:
             self._state = State.PROGRESSING
 
     def _step_aside(self) -> None:
-        self._state = State.ARMED if self.led else State.SUSPENDED  # either way disarmed
+        # Either way disarmed. Two tasks cannot wait for the descriptor.
+        self._state = State.ARMED if self.led or self._held else State.SUSPENDED
         self.armed_at = -1
         self.defer()
 
@@ -300,10 +305,17 @@ class Arming:
         if self.led:
             return State.SUSPENDED  # it was interrupted
         self.handle(Event.RUNS)
+        self._held = self._state is State.ARMED
         return self._state
+
+    def readable(self) -> None:
+        """The progress task runs, because the descriptor was readable."""
+        self._held = False
+        self.handle(Event.READABLE)
 
     def interrupted(self) -> None:
         """The progress task was woken by something else than what it waited for."""
+        self._held = False
         if self._state is not State.ENDED and not self.led:
             self._state = State.PROGRESSING
             self.armed_at = -1
@@ -391,7 +403,7 @@ class Arming:
             self._seen_rounds = 0
             return True
         self._seen_rounds += 1
-        return self._seen_rounds < ROUNDS or self._loop.now() - self._seen_at <= MOMENT
+        return self._loop.now() - self._seen_at <= (PATIENCE if self._seen_rounds < ROUNDS else MOMENT)
 
     def timer_ended(self) -> bool:
         """The timer that replaces the hook has ended. Whether it is to be started again."""

@@ -7,11 +7,11 @@ UCX calls back only into C (``_native``), which appends records to a ring. :meth
 into C, which progresses the worker until it is quiet and returns the records. They are delivered (``dispatch.py``),
 which wakes tasks; no user code runs in a delivery. When there are none left, C arms the worker if it was asked to.
 
-*What calls it.* One system task per worker, the progress task (``progress.py``), waits for the descriptor with
-``wait_readable`` and calls it whenever the descriptor wakes it. A task that posts an operation which does not complete
-at once calls :meth:`Engine.progress`, because posting to an armed worker can leave it with work and no event: it must
-be progressed and armed again before all tasks sleep. Waiting tasks poll before they park (``waits.py``). The module
-``arming.py`` decides what progresses the worker next.
+*What calls it.* One task waits for the descriptor with ``wait_readable``, and calls it whenever the descriptor wakes
+the task: one that is parked, or else a system task of the worker, the progress task (``progress.py``). A task that
+posts an operation which does not complete at once calls :meth:`Engine.progress`, because posting to an armed worker can
+leave it with work and no event: it must be progressed and armed again before all tasks sleep. Waiting tasks poll before
+they park (``waits.py``). The module ``arming.py`` decides what progresses the worker next.
 
 *Memory.* The in-flight table maps the id of each operation to an :class:`~.operations.Operation`, which pins
 the buffers until the completion record arrives, whatever became of the task that posted it. UCX can cancel a tag

@@ -1,4 +1,4 @@
-"""What makes a worker progress when no task of the user's does it: a system task, hooks in Trio's loop, and a timer.
+"""What makes a worker progress when no task of the user's does it: a system task, a hook in Trio's loop, and a timer.
 
 * :class:`ProgressTask` waits for the worker's descriptor and progresses the worker, as the worker's state
   (``arming.py``) asks for it.
@@ -22,7 +22,7 @@ import trio
 from ..._native import lib
 from .._quirks.descriptors import opened
 from .._util import ignoring_late_run
-from .arming import MOMENT, TIMER, Event, State
+from .arming import MOMENT, TIMER, State
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -198,7 +198,7 @@ class Backoff:
 
 
 class ProgressTask:
-    """The progress task of one worker and its hooks in Trio's loop: see :class:`~.arming.Loop`, which this implements.
+    """The progress task of one worker and its hook in Trio's loop: see :class:`~.arming.Loop`, which this implements.
 
     Attributes:
         efd: the worker's descriptor.
@@ -248,7 +248,7 @@ class ProgressTask:
                     self._backoff.delay = 0.0
                     await trio.lowlevel.wait_readable(self.efd)
                     engine.counters["wakeups"] += 1
-                    engine.arming.handle(Event.READABLE)
+                    engine.arming.readable()
                 elif state is State.BACKING_OFF:
                     engine.counters["backoffs"] += 1
                     await self._backoff.sleep(lib.tu_worker_moved(engine.handle))

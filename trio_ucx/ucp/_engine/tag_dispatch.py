@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..._native import ffi, lib
 from .._features import Feature
-from .._status import Status, UCXError, os_error_from_status
+from .._status import Status, os_error_from_status
 from .operations import ReceiveOperation
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ class TagSink(Protocol):
 
     def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
         """``count`` small messages of the same length arrived; 0: a message that was announced as small was not."""
-
-    def queue_stopped(self, error: UCXError) -> None:
-        """The shared-memory queue has stopped. (Endpoints that use it have failed already.)"""
 
     def internal_error(self, error: BaseException) -> None:
         """Ends this connection, and no other, after an exception in our own code. Never raises."""

@@ -15,9 +15,11 @@ polling stops while it does not. Each millisecond the poll is interrupted by a s
 signals.
 
 The worker is not armed while tasks poll. Over shared memory, an armed worker costs its peer a system call for every
-message, and itself an event. A task that parks arms the worker, or lets the progress task do that. A task that found
-what it waited for goes on without arming, because it will most probably wait again; meanwhile its polls serve other
-waiting tasks, too. If it does not wait again, ``arming.py`` sees to it that the worker is armed.
+message, and itself an event. A task that parks arms the worker, and waits for its descriptor as the *leader* if no
+other task does (``arming.py``). What the leader waits for may be finished by others: then :meth:`Waiting.wakes_leader`
+wakes it. A task that found what it waited for goes on without arming, because it will most probably wait again;
+meanwhile its polls serve other waiting tasks, too. If it does not wait again, ``arming.py`` sees to it that the worker
+is armed.
 """
 
 from __future__ import annotations
@@ -89,7 +91,10 @@ class Pending:
 
     @property
     def awaited(self) -> bool:
-        """Whether a task waits for it; no more, from the moment on in which that task is cancelled."""
+        """Whether a task waits for it; no more, from the moment on in which that task is cancelled.
+
+        (The leader waits until it runs: what it is given after it was cancelled is its result.)
+        """
         return self._task is not None or self.expected
 
     def finish(self, result: Outcome[Any]) -> None:
@@ -148,10 +153,10 @@ class Pending:
         return trio.lowlevel.Abort.SUCCEEDED
 
     async def outlasts(self, error: BaseException) -> bool:
-        """The leader was cancelled or interrupted, and this may have finished since: cancels it.
+        """Cancels this after the leader was cancelled or interrupted, unless it has finished meanwhile.
 
         Returns:
-            False if ``error`` is to be raised. True if this has finished: its completion came first, or was at hand.
+            True if it has an outcome for the task, which came first or was at hand; False if ``error`` is to be raised.
         """
         if self.outcome is None:
             self._raise_cancel = partial(_raise, error)
@@ -165,7 +170,8 @@ class Pending:
                 self._raise_cancel = None
         elif isinstance(self.outcome, Error) and isinstance(self.outcome.error, _ENDED):
             return False
-        elif isinstance(error, KeyboardInterrupt):
+        told = isinstance(self.outcome, Error) and self.outcome.error is error
+        if isinstance(error, KeyboardInterrupt) and not told:
             signal.raise_signal(signal.SIGINT)  # it comes at the next checkpoint
         return True
 
@@ -382,6 +388,8 @@ class Waiting:
         self.woken += 1
         if pending is not self._leader:
             return False
+        if self._engine.handle is None:
+            return True  # the close has woken it, and the descriptor may be another's
         # Not by a signal to the worker: arming it, perhaps at once, takes that away.
         try:
             trio.lowlevel.notify_closing(self._engine.progress_task.efd)
@@ -395,6 +403,8 @@ class Waiting:
         if arming.armed_at != engine.progress_count and not self.woken:
             arming.handle(Event.PARKS)
             if pending.outcome is not None:
+                if self._leader is None:
+                    arming.stop_leading()
                 await self.schedule_point()
                 return
             if arming.state is State.SUSPENDED and not self.woken:
@@ -445,7 +455,8 @@ class Waiting:
             arming.stop_leading()
             if (watch and pending.outcome is None) or not await pending.outlasts(error):
                 raise
-        except OSError:
-            pass  # the progress task will get the same error
+        except OSError:  # the progress task will get the same error
+            arming.stop_leading()
+            arming.handle(Event.OVERDUE)
         finally:
             arming.stop_leading()

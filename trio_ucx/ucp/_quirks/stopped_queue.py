@@ -148,9 +148,6 @@ class _Probe:
         self._target.tag_dispatch.discard(handle)
         self.arrived = True
 
-    def queue_stopped(self, error: UCXError) -> None:
-        pass
-
     def internal_error(self, error: BaseException) -> None:
         report("an internal error of trio_ucx, while a shared-memory queue was probed", error)
 
@@ -322,8 +319,6 @@ class WatchedQueue(ReceiveQueue):
         )
         for core in failing:
             core.fail(error)
-        for sink in list(engine.tag_dispatch.sinks.values()):
-            sink.queue_stopped(error)
         engine.progress()
 
 
