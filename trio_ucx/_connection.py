@@ -601,7 +601,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                 await engine.waiting.schedule_point()
             else:
                 piece = receiving.next_piece()
-                if piece is None and receiving.look():
+                if piece is None and not receiving.credit.stalled and engine.waiting.look():
                     piece = receiving.next_piece()
                 if piece is not None:
                     await engine.waiting.schedule_point()

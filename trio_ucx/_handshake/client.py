@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import ssl
 from collections.abc import Awaitable, Callable
@@ -88,18 +87,16 @@ class Connector:
         return link
 
     async def _connect_from_some_worker(self) -> Link:
-        for tries in itertools.count():
-            self._handshake = Handshake(self._registry, self._options, self.label)
+        for _ in range(SHARED_WORKERS):
             try:
-                return await self._connect(self.exchange_options.isolate or tries == SHARED_WORKERS)
+                return await self._connect(self.exchange_options.isolate)
             except NeedsAnotherWorker:
                 self._handshake.close()
-                if tries == SHARED_WORKERS:
-                    raise
-        raise AssertionError("unreachable")
+        return await self._connect(True)
 
     async def _connect(self, isolate: bool) -> Link:
-        handshake, options = self._handshake, self.exchange_options
+        self._handshake = handshake = Handshake(self._registry, self._options, self.label)
+        options = self.exchange_options
         self.stage = "the connection was not accepted"
         stream = ControlStream(await self._open_socket())
         exchange = Exchange(is_client=True, software=SOFTWARE, authkey=options.authkey)

@@ -110,9 +110,10 @@ _fallbacks: set[str | None] = set()
 class NeedsAnotherWorker(OSError):
     """The two workers have no endpoint that both can use: the client connects from another worker."""
 
-    def __init__(self, label: str, why: str = "") -> None:
-        why = why or f"this worker and {label} have no endpoint that both can use"
-        super().__init__(errno.EAGAIN, f"{why}; connect from a new worker")
+    def __init__(self, label: str) -> None:
+        super().__init__(
+            errno.EAGAIN, f"this worker and {label} have no endpoint that both can use; connect from a new worker"
+        )
 
 
 class Handshake:
@@ -300,7 +301,8 @@ class Handshake:
             NeedsAnotherWorker: there is no such generation.
         """
         self.check_route()
-        self._check_queue()
+        if self._lacks_queue:
+            raise NeedsAnotherWorker(self.label)
         if self._with_itself:
             return 0, True
         peer = self._peer_worker
@@ -320,7 +322,8 @@ class Handshake:
         """
         engine = self.registry.engine
         self._expect_no_more()
-        self._check_queue()
+        if self._lacks_queue:
+            raise NeedsAnotherWorker(self.label)
         if not greet:
             self._end_admission()  # UCX has connected the two ends already
         try:
@@ -462,28 +465,25 @@ class Handshake:
         failure.__cause__ = error
         contained(self.fail, failure)
 
-    def _check_queue(self) -> None:
-        """Refuses a worker whose shared-memory queue has stopped: see :mod:`ucp._quirks.stopped_queue`.
+    @property
+    def _lacks_queue(self) -> bool:
+        """Whether the connection needs the worker's shared-memory queue, which has stopped (``_quirks.stopped_queue``).
 
-        Raises:
-            NeedsAnotherWorker: it has, and the connection needs it.
+        It can stop at any moment of the handshake. Then the connection needs another worker.
         """
-        if self._shared_memory and self.registry.engine.receive_queue.stopped:
-            raise NeedsAnotherWorker(self.label, "the shared-memory queue of a worker has stopped")
+        return self._shared_memory and self.registry.engine.receive_queue.stopped
 
     def _endpoint_ended(self) -> None:
         assert self._share is not None
         if self._share.error is None:
             self.fail(ConnectionError("this worker was closed"))
             return
-        try:
-            self._check_queue()
-        except NeedsAnotherWorker as needs:
+        if self._lacks_queue:
             control = self.control
             if control is not None and not control.exchange.is_client:
                 control.exchange.again()
                 control.flush()
-            self.fail(needs)
+            self.fail(NeedsAnotherWorker(self.label))
             return
         hint = f" ({self.route})"
         error = os_error_from_status(self._share.error.status, f"connecting to {self.label} over UCX", hint)

@@ -198,7 +198,7 @@ class Receiving:
                 self.consumed(message)
                 self.forget_idle(queue)
                 return message.contents
-            if not queue.idle or not self.look():
+            if not queue.idle or self.credit.stalled or not self.engine.waiting.look():
                 return None
             packed = queue.packed
             if packed is None:
@@ -216,10 +216,6 @@ class Receiving:
         if self.asks:
             self.answer_asks()
         return data
-
-    def look(self) -> bool:
-        """Looks whether something arrives, for a receive that would have to wait. Returns True if something did."""
-        return not self.credit.stalled and self.engine.waiting.look()
 
     # ---- receives ----
 

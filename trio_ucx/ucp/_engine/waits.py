@@ -319,6 +319,7 @@ class Waiting:
             return False
         polls = self._yield_interval and self.polling and self._yielded_lately()
         if not self._engine.take(lib.tu_poll_at_once if polls else lib.tu_worker_look):
+            arming.defer()  # the task may not have to wait, because something has ended
             return False
         if not self.woken:
             arming.task_resumed(self.parked)
