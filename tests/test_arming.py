@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trio_ucx.ucp._engine import arming as _arming
-from trio_ucx.ucp._engine.arming import MOMENT, ROUNDS, STEADY, TIMER, TRANSITIONS, Arming, Event, Progress, State
+from trio_ucx.ucp._engine.arming import (
+    MIN_DEFER_ROUNDS,
+    MOMENT,
+    STEADY,
+    TIMER,
+    TRANSITIONS,
+    Arming,
+    Event,
+    Progress,
+    State,
+)
 
 #: Seconds that a sleeping loop may take to notice work: the timer and a pause, and some for rounds.
 BOUND = 2 * TIMER + 0.01
@@ -446,7 +456,7 @@ def test_deferred_arming_is_done_a_moment_after_the_last_progress() -> None:
         one.round(others=True)
     assert one.arming.state is State.DISARMED, "it is polled all the time"
     one.clock += 2 * MOMENT
-    for _ in range(ROUNDS):
+    for _ in range(MIN_DEFER_ROUNDS):
         assert one.arming.state is State.DISARMED, "the task may come back in the next round"
         one.round(others=True)
     assert one.arming.state is State.ARMED

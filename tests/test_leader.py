@@ -40,7 +40,7 @@ class Steps(trio.abc.Instrument):
 
 @asynccontextmanager
 async def open_led(transports: str) -> AsyncIterator[tuple[trio_ucx.Connection, trio_ucx.Connection, ucp.Worker]]:
-    """Two connected workers that do not poll. A task that receives from the server leads its worker."""
+    """Opens two connected workers that do not poll. A task that parks in ``server.receive()`` leads the worker."""
     config = {"TLS": transports}
     async with (
         ucp.open_worker(config=config, spin=0) as worker,
@@ -50,22 +50,22 @@ async def open_led(transports: str) -> AsyncIterator[tuple[trio_ucx.Connection, 
         for _ in range(2):  # the progress task has looked once, and steps aside from then on
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(server.receive)
-                await leads(worker, wait=False)
+                await trio.sleep(0.01)  # it parks; the first does not lead
                 await client.send(b"x")
         yield client, server, worker
 
 
-async def leads(worker: ucp.Worker, *, wait: bool = True) -> None:
+async def wait_led(worker: ucp.Worker) -> None:
     """Waits until a task leads."""
-    if wait:
-        with trio.fail_after(10):
-            await until(lambda: internals(worker).arming.led)
-    else:
-        await trio.sleep(0.01)
+    with trio.fail_after(10):
+        await until(lambda: internals(worker).arming.led)
 
 
 async def test_a_round_trip_wakes_one_task(transports: str) -> None:
-    """Two rounds of Trio's loop, as for a socket: the send's schedule point, and the wait. The progress task sleeps."""
+    """It takes two rounds of Trio's loop, as with a socket: one for the send's schedule point, one for the wait.
+
+    The progress task stays suspended.
+    """
     async with open_peer("echo", [0], True, transports=transports) as peer:
         address, _ = await peer.hear()
         async with (
@@ -88,10 +88,9 @@ async def test_a_round_trip_wakes_one_task(transports: str) -> None:
             assert worker.statistics().progress_calls - before <= 3.3 * TRIPS
 
 
-async def test_the_last_task_that_parks_leads(transports: str) -> None:
+async def test_each_of_several_parked_tasks_gets_its_message(transports: str) -> None:
+    """One of the tasks leads. Messages for the others wake those."""
     async with open_led(transports) as (client, server, worker), trio.open_nursery() as nursery:
-        arming = internals(worker).arming
-        assert arming.state is State.SUSPENDED or not arming.led
         got: list[bytes] = []
 
         async def receive(tag: int) -> None:
@@ -99,9 +98,9 @@ async def test_the_last_task_that_parks_leads(transports: str) -> None:
 
         for tag in (1, 2, 3):
             nursery.start_soon(receive, tag)
-        await leads(worker)
+        await wait_led(worker)
         with trio.fail_after(10):
-            for tag in (3, 1, 2):  # the leader may be any of them
+            for tag in (3, 1, 2):
                 await client.send(b"%d" % tag, tag=tag)
                 await until(lambda tag=tag: b"%d" % tag in got)  # type: ignore[misc]
         assert worker.statistics().missed_events == 0
@@ -109,7 +108,7 @@ async def test_the_last_task_that_parks_leads(transports: str) -> None:
 
 @pytest.mark.parametrize("what", ["message", "end"])
 async def test_cancelled_while_it_gets_something(transports: str, what: str) -> None:
-    """A message is not lost. The end of the connection is told by the next call, as to a task that is no leader."""
+    """A message is not lost. The next call reports the end of the connection, as if the task had not led."""
     async with open_led(transports) as (client, server, worker):
         scope = trio.CancelScope()
         got: list[bytes] = []
@@ -120,7 +119,7 @@ async def test_cancelled_while_it_gets_something(transports: str, what: str) -> 
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(receive)
-            await leads(worker)
+            await wait_led(worker)
             scope.cancel()
             if what == "message":
                 client.send_nowait(b"not lost")
@@ -170,7 +169,7 @@ def test_interrupted_while_it_gets_something() -> None:
 
             @trio.lowlevel.enable_ki_protection
             async def interrupt() -> None:
-                await leads(worker)
+                await wait_led(worker)
                 signal.raise_signal(signal.SIGINT)  # Trio soon tells the main task, which leads
                 trio.lowlevel.current_trio_token().run_sync_soon(deliver)  # before that task runs
 
@@ -192,7 +191,7 @@ def test_interrupted_while_it_gets_something() -> None:
 
 
 class AtHand(Pending):
-    """Its completion is at hand when it is cancelled."""
+    """An operation that completes while it is being cancelled."""
 
     __slots__ = ()
 
@@ -209,7 +208,7 @@ def test_interrupted_when_its_completion_is_at_hand() -> None:
 
             @trio.lowlevel.enable_ki_protection
             async def interrupt() -> None:
-                await leads(worker)
+                await wait_led(worker)
                 signal.raise_signal(signal.SIGINT)
 
             @trio.lowlevel.enable_ki_protection
@@ -229,8 +228,8 @@ def test_interrupted_when_its_completion_is_at_hand() -> None:
     assert len(interrupts) == 1
 
 
-async def test_what_it_waits_for_ends_while_it_arms() -> None:
-    """Progress goes on after a peer's end was reported, and arms the worker: then another task must lead."""
+async def test_not_led_if_the_wait_ends_while_arming() -> None:
+    """Progress goes on after a peer's end was reported, and arms the worker. Then the progress task must take over."""
     async with open_led("tcp,self") as (client, server, worker), open_raw_pair(client.worker, worker) as (far, near):
         engine = internals(worker)
         got: list[bytes] = []
@@ -247,7 +246,7 @@ async def test_what_it_waits_for_ends_while_it_arms() -> None:
             for _ in range(3):
                 await lead()
             nursery.start_soon(follow)
-            await leads(worker)
+            await wait_led(worker)
             await lead()
             assert engine.arming.state is State.SUSPENDED
             far.abort()
@@ -269,7 +268,7 @@ async def test_the_worker_is_closed_under_it(transports: str) -> None:
                 await server.receive()
 
         nursery.start_soon(receive)
-        await leads(worker)
+        await wait_led(worker)
         with trio.fail_after(10), pytest.warns(ResourceWarning):
             close_now(internals(worker))
             await until(lambda: not nursery.child_tasks)

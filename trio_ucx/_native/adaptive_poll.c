@@ -4,8 +4,9 @@
  * core to spare for the peer, waits are short and polls find nothing.
  *
  *   a poll finds something            the limit becomes a multiple of what it took, so that the next finds it, too
- *   MISSES polls do not               no polling for PENALTY, and until a wait was short; then one miss suffices, and the
- *                                     pause is doubled, up to 8 ms. HITS_FOR_A_MISS hits forgive a miss
+ *   MISSES polls find nothing         no polling for a pause, and then until a wait was short. Each further miss starts
+ *                                     a pause that is twice as long, up to 8 ms. HITS_FOR_A_MISS hits cancel a miss;
+ *                                     a hit when no misses are left makes the next pause a short one again
  *   no poll, and the wait was         short, or could have been: polls again, up to the bound
  *   no poll, and the wait was         longer: the limit is halved
  */
@@ -17,8 +18,8 @@
 #define SHORT 4                /* a wait of up to so many bounds may be short once nobody has to be woken */
 #define MISSES 4
 #define HITS_FOR_A_MISS 3      /* fewer do not make up for a miss: it costs more than a hit saves */
-#define PENALTY 128000         /* nanoseconds; 64 of them are 8 ms, in which polling comes back when it pays again */
-#define MOST_DOUBLINGS 6
+#define FIRST_PAUSE_NS 128000
+#define MOST_DOUBLINGS 6       /* up to 8 ms: the longest time without a new try */
 #define SLICE 1000000          /* one call takes no longer: Trio looks at deadlines and signals in between */
 #define ROUNDS 16              /* progress calls that find nothing, between two looks at the clock */
 
@@ -65,7 +66,7 @@ static void missed(tu_poll_t *poll, uint64_t time)
     poll->misses += HITS_FOR_A_MISS;
     if (poll->misses >= MISSES * HITS_FOR_A_MISS) {
         poll->misses -= HITS_FOR_A_MISS; /* the next miss is one too many again */
-        poll->resumes = time + ((uint64_t)PENALTY << poll->doublings);
+        poll->resumes = time + ((uint64_t)FIRST_PAUSE_NS << poll->doublings);
         poll->limit   = 0;
         if (poll->doublings < MOST_DOUBLINGS) {
             poll->doublings++;

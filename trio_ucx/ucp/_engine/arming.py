@@ -1,23 +1,24 @@
 """Arming: what a worker waits for, and what progresses it next. A state machine without I/O.
 
 UCX announces events by a file descriptor, but only while the worker is *armed*. Arming succeeds when nothing is left to
-do, and any progress disarms the worker. One task waits for the descriptor: the progress task, of which each worker has
-one, or a task of the program that is parked, the *leader*.
+do, and any progress disarms the worker. At most one task waits for the descriptor: the worker's progress task, or a
+parked task of the program, the *leader*.
 
-While messages flow, arming is wasted: tasks that wait poll (``waits.py``), and a task that has found what it waited
-for will most probably wait again at once. So the worker stays disarmed meanwhile, and the progress task is suspended
-when the descriptor becomes readable. :class:`Arming` decides this. It guarantees that nobody sleeps on a disarmed
-worker that has work.
+While messages flow, arming is wasted: tasks that wait poll (``waits.py``), and a task that has found what it waited for
+will most probably wait again at once. So the worker stays disarmed meanwhile, and the progress task is suspended when
+the descriptor becomes readable. :class:`Arming` decides this. It guarantees that nobody sleeps on a disarmed worker
+that has work.
 
-A task that parks on a suspended worker becomes the leader: it arms the worker, and waits for the descriptor until it
-has what it waits for, or until others see to the worker. So an event wakes the task that is waiting for it, and the
-progress task sleeps. Without that, each message would wake two tasks, in two rounds of Trio's loop.
+If a task parks in the state ``SUSPENDED``, it arms the worker and leads: it waits for the descriptor itself. It stops
+leading when its wait ends, when its look wakes other tasks, or when the progress task must run. If only one task is
+parked, an event wakes that task alone. Without a leader, the event would wake the progress task first, and the task one
+round of Trio's loop later.
 
 ====================  =======================================================================================
 State                 What progresses the worker next
 ====================  =======================================================================================
 ``ARMED``             the task that waits for the descriptor, when it becomes readable
-``DISARMED``          tasks that poll or run; a task waits for the descriptor, which tells only some events
+``DISARMED``          tasks that poll or run; one more waits for the descriptor, which announces only some events
 ``SUSPENDED``         tasks that poll or run; the progress task waits to be resumed
 ``PROGRESSING``       the progress task, which runs, or will in the next round of Trio's loop
 ``BACKING_OFF``       the progress task, after a pause: UCX has work that it cannot do yet, and refuses to be armed
@@ -41,23 +42,26 @@ Event         ``ARMED``   DISARMED    SUSPENDED    PROGRESSING    BACKING_OFF   
 
 * *arm* progresses and arms: ``ARMED`` when that succeeds. Otherwise it makes the descriptor readable, and the progress
   task takes over: ``PROGRESSING``.
-* *lead* progresses until something is delivered, or arms: ``ARMED``, and the task that parks is the leader. If
-  something was delivered, the state stays, because the task will probably go on; otherwise the worker is ``OVERDUE``.
+* *lead* progresses until something is delivered, and arms if nothing is: ``ARMED``, and the task that parks leads. If
+  UCX refuses to be armed: *resume*. Otherwise the state stays, because the task will probably go on; if it does not,
+  it sends ``OVERDUE``.
 * *defer* progresses, and leaves the worker disarmed for a bounded time.
 * *progress* progresses, and leaves the rest to the progress task, which will run soon.
 * *resume* lets the progress task run in the next round: ``PROGRESSING``. *signal* does the same by the descriptor.
 * *look* progresses once. When that lets every parked task go on, they will see to the rest: *step_aside*. Otherwise
   the progress task does: ``PROGRESSING``.
-* *step_aside* suspends the progress task for a bounded time: ``SUSPENDED``.
+* *step_aside* leaves the worker disarmed for a bounded time: ``DISARMED`` if a task still waits for the descriptor,
+  else ``SUSPENDED``.
 * *hand_over* is *step_aside* where tasks poll; else *look*.
 * *run* progresses and arms: ``ARMED`` when that succeeds; ``PROGRESSING`` when there is more to do at once, after a
   schedule point; ``BACKING_OFF`` when UCX refuses.
 
-What is deferred becomes ``OVERDUE`` when Trio has nothing else to run, or when nobody has made the worker progress for
-``MOMENT`` and for ``ROUNDS`` rounds, or for ``PATIENCE``. (A task passes two rounds from one message to the next. They
-take longer than a moment where the peer, or another process, has the core meanwhile.) A hook before Trio's waits
-notices this. The hook costs half a microsecond or more for each round of Trio's loop; so when the only task that waits
-has come back ``STEADY`` times in a row, a timer replaces the hook, and looks every ``TIMER`` seconds.
+``OVERDUE`` happens when something is deferred and Trio has nothing else to run. If other tasks keep running, it happens
+when nothing has progressed the worker for ``MOMENT`` and for ``MIN_DEFER_ROUNDS`` rounds, or for ``MAX_DEFER_SECONDS``.
+(From one message to the next a task passes two rounds. These take longer than ``MOMENT`` if another process has the
+core.) A hook before Trio's waits notices this. The hook costs half a microsecond or more for each round of Trio's loop;
+so when the only task that waits has come back ``STEADY`` times in a row, a timer replaces the hook, and looks every
+``TIMER`` seconds.
 """
 
 from __future__ import annotations
@@ -69,10 +73,10 @@ from typing import Protocol
 #: Seconds for which work may be deferred while other tasks run, and within which one message closely follows another.
 #: More would save calls, but a receiver that polls for DEFAULT_SPIN should not have to park meanwhile.
 MOMENT = 75e-6
-#: Rounds of Trio's loop for which work is deferred at least, if there is something else to run.
-ROUNDS = 3
-#: Seconds for which it is deferred at most, whatever the rounds.
-PATIENCE = 1e-3
+#: Rounds of Trio's loop without progress before arming is overdue, unless MAX_DEFER_SECONDS pass first.
+MIN_DEFER_ROUNDS = 3
+#: Seconds without progress after which arming is overdue, however few rounds have passed.
+MAX_DEFER_SECONDS = 1e-3
 #: Seconds between two looks of the timer that replaces the hook.
 TIMER = 0.004
 #: The timer replaces the hook when the only waiting task has come back more often than this in a row.
@@ -100,7 +104,7 @@ class Event(IntEnum):
     POSTED = auto()
     #: A task is about to park.
     PARKS = auto()
-    #: No task has come back to a worker that was left disarmed.
+    #: The worker was left disarmed, and no task will progress it soon.
     OVERDUE = auto()
     #: Something besides UCX needs the progress task.
     WAKE = auto()
@@ -181,10 +185,10 @@ class Arming:
         self._jumping = jumping
         #: ARMED stands for DISARMED, too, as long as a task waits for the descriptor.
         self._state = State.PROGRESSING
-        #: Whether that task is one of the program's, the leader: then the progress task is suspended.
+        #: Whether a task of the program waits for it, the leader. The progress task is then suspended.
         self.led = False
-        #: Whether the progress task waits for the descriptor, or was woken by it and has not run yet.
-        self._held = False
+        #: Whether the progress task waits for it, or was woken by it and has not run yet.
+        self._progress_task_waits = False
         #: The worker's ``progress_count`` when it was armed.
         self.armed_at = -1
         self._deferred = False
@@ -276,8 +280,8 @@ class Arming:
             self._state = State.PROGRESSING
 
     def _step_aside(self) -> None:
-        # Either way disarmed. Two tasks cannot wait for the descriptor.
-        self._state = State.ARMED if self.led or self._held else State.SUSPENDED
+        # If a task still waits for the descriptor, SUSPENDED would let a second one wait for it.
+        self._state = State.ARMED if self.led or self._progress_task_waits else State.SUSPENDED
         self.armed_at = -1
         self.defer()
 
@@ -303,19 +307,19 @@ class Arming:
     def next_step(self) -> State:
         """The progress task runs. Returns what it waits for: never DISARMED."""
         if self.led:
-            return State.SUSPENDED  # it was interrupted
+            return State.SUSPENDED  # the progress task was interrupted while another task leads
         self.handle(Event.RUNS)
-        self._held = self._state is State.ARMED
+        self._progress_task_waits = self._state is State.ARMED
         return self._state
 
     def readable(self) -> None:
         """The progress task runs, because the descriptor was readable."""
-        self._held = False
+        self._progress_task_waits = False
         self.handle(Event.READABLE)
 
     def interrupted(self) -> None:
         """The progress task was woken by something else than what it waited for."""
-        self._held = False
+        self._progress_task_waits = False
         if self._state is not State.ENDED and not self.led:
             self._state = State.PROGRESSING
             self.armed_at = -1
@@ -329,11 +333,11 @@ class Arming:
 
     @property
     def may_lead(self) -> bool:
-        """Whether the leader may go on waiting for the descriptor; if not, the progress task is to run."""
+        """True if the leader may wait for the descriptor again."""
         return self.led and self._state is State.ARMED
 
     def stop_leading(self) -> None:
-        """The leader does not wait for the descriptor any more. It must look at the worker, or defer that."""
+        """The leader does not wait for the descriptor any more: the caller sees to it that arming is deferred."""
         if not self.led:
             return
         self.led = False
@@ -403,7 +407,9 @@ class Arming:
             self._seen_rounds = 0
             return True
         self._seen_rounds += 1
-        return self._loop.now() - self._seen_at <= (PATIENCE if self._seen_rounds < ROUNDS else MOMENT)
+        return self._loop.now() - self._seen_at <= (
+            MAX_DEFER_SECONDS if self._seen_rounds < MIN_DEFER_ROUNDS else MOMENT
+        )
 
     def timer_ended(self) -> bool:
         """The timer that replaces the hook has ended. Whether it is to be started again."""

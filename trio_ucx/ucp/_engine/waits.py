@@ -15,11 +15,11 @@ polling stops while it does not. Each millisecond the poll is interrupted by a s
 signals.
 
 The worker is not armed while tasks poll. Over shared memory, an armed worker costs its peer a system call for every
-message, and itself an event. A task that parks arms the worker, and waits for its descriptor as the *leader* if no
-other task does (``arming.py``). What the leader waits for may be finished by others: then :meth:`Waiting.wakes_leader`
-wakes it. A task that found what it waited for goes on without arming, because it will most probably wait again;
-meanwhile its polls serve other waiting tasks, too. If it does not wait again, ``arming.py`` sees to it that the worker
-is armed.
+message, and itself an event. A task that parks arms the worker, unless the progress task is about to. If the progress
+task is suspended and no task leads, it becomes the *leader* (``arming.py``): it waits for the worker's descriptor.
+Other tasks may finish what the leader waits for; :meth:`Waiting.wake_leader` then wakes the leader. A task that found
+what it waited for goes on without arming, because it will most probably wait again; meanwhile its polls serve other
+waiting tasks, too. If it does not wait again, ``arming.py`` sees to it that the worker is armed.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class Pending:
 
     @property
     def awaited(self) -> bool:
-        """Whether a task waits for it; no more, from the moment on in which that task is cancelled.
+        """True if a task waits for this. A cancelled task no longer waits.
 
-        (The leader waits until it runs: what it is given after it was cancelled is its result.)
+        The leader is an exception: until it runs, it can still get a value, or an error that is raised only once.
         """
         return self._task is not None or self.expected
 
@@ -104,7 +104,7 @@ class Pending:
         task, self._task = self._task, None
         if task is not None:
             parked_at, self.parked_at = self.parked_at, None
-            if parked_at is None or not parked_at.wakes_leader(self):
+            if parked_at is None or not parked_at.wake_leader(self):
                 trio.lowlevel.reschedule(task, Value(None))
                 if type(result) is Error:  # isinstance takes longer with these classes
                     self.reported(result.error)
@@ -113,9 +113,9 @@ class Pending:
             notify(self)
 
     def reported(self, error: BaseException) -> None:
-        """The user gets this error. May be called twice.
+        """Called when the user gets this error, perhaps twice.
 
-        (A task that polls, and the leader, may get a cancellation instead: for these :meth:`result` calls it.)
+        (A task that polls, and the leader, may get a cancellation instead. For these only :meth:`result` calls this.)
         """
 
     def finish_cancelled(self) -> None:
@@ -152,11 +152,12 @@ class Pending:
         self._task = None
         return trio.lowlevel.Abort.SUCCEEDED
 
-    async def outlasts(self, error: BaseException) -> bool:
-        """Cancels this after the leader was cancelled or interrupted, unless it has finished meanwhile.
+    async def cancel_for_leader(self, error: BaseException) -> bool:
+        """Cancels this Pending after its leader was cancelled or interrupted, if it has not finished.
 
         Returns:
-            True if it has an outcome for the task, which came first or was at hand; False if ``error`` is to be raised.
+            True if the task gets the outcome. (A KeyboardInterrupt is then raised again at the next checkpoint.) False
+            if ``error`` is to be raised, also instead of an error in ``_ENDED``.
         """
         if self.outcome is None:
             self._raise_cancel = partial(_raise, error)
@@ -170,9 +171,9 @@ class Pending:
                 self._raise_cancel = None
         elif isinstance(self.outcome, Error) and isinstance(self.outcome.error, _ENDED):
             return False
-        told = isinstance(self.outcome, Error) and self.outcome.error is error
-        if isinstance(error, KeyboardInterrupt) and not told:
-            signal.raise_signal(signal.SIGINT)  # it comes at the next checkpoint
+        raises_error = isinstance(self.outcome, Error) and self.outcome.error is error
+        if isinstance(error, KeyboardInterrupt) and not raises_error:
+            signal.raise_signal(signal.SIGINT)  # Trio raises KeyboardInterrupt again at the next checkpoint
         return True
 
     def result(self) -> Any:
@@ -307,9 +308,10 @@ class Waiting:
         return perf_counter() - self._yielded < self._yield_interval
 
     def look(self) -> bool:
-        """Looks at the worker for a task that is about to wait, unless the worker is armed: it may not have to.
+        """Progresses the worker once for a task that is about to wait, so that the task need not park.
 
-        Where no schedule point is due, and polling has been paying, this polls.
+        Does nothing if the worker is armed, or if woken tasks have not run yet. Where no schedule point is due, polls
+        instead, if polling has been paying.
 
         Returns:
             True if something was delivered.
@@ -319,7 +321,7 @@ class Waiting:
             return False
         polls = self._yield_interval and self.polling and self._yielded_lately()
         if not self._engine.take(lib.tu_poll_at_once if polls else lib.tu_worker_look):
-            arming.defer()  # the task may not have to wait, because something has ended
+            arming.defer()  # the caller may raise instead of waiting, and then would not arm the worker
             return False
         if not self.woken:
             arming.task_resumed(self.parked)
@@ -380,22 +382,23 @@ class Waiting:
                 break
         return took < _ALONE
 
-    def wakes_leader(self, pending: Pending) -> bool:
-        """A task that is parked here goes on, because what it waits for has finished. Wakes it if it is the leader.
+    def wake_leader(self, pending: Pending) -> bool:
+        """Counts a task that is woken, and wakes it if it is the leader.
 
         Returns:
-            False if the caller is to wake it.
+            False if the caller must wake the task.
         """
         self.woken += 1
         if pending is not self._leader:
             return False
         if self._engine.handle is None:
             return True  # the close has woken it, and the descriptor may be another's
-        # Not by a signal to the worker: arming it, perhaps at once, takes that away.
+        # A signal to the worker would not do: the next arming consumes it.
         try:
             trio.lowlevel.notify_closing(self._engine.progress_task.efd)
         except trio.ClosedResourceError:
-            return False  # for Trio this is a call by the leader itself: an instrument's, after a step of its task
+            # An instrument runs this after the leader's step. Trio takes that for a call by the leader, and raises.
+            return False
         return True
 
     async def _park(self, pending: Pending, watch: bool) -> None:
@@ -428,7 +431,10 @@ class Waiting:
                 self._yielded = perf_counter()
 
     async def _lead(self, pending: Pending, watch: bool) -> None:
-        """Waits for the descriptor instead of the progress task. Returns when it has finished, or others must go on."""
+        """Waits for the descriptor, for which this task arms the worker.
+
+        Returns when ``pending`` has finished, or when woken tasks or the progress task must progress the worker.
+        """
         engine = self._engine
         arming = engine.arming
         pending.since = perf_counter()
@@ -440,7 +446,7 @@ class Waiting:
                 try:
                     await trio.lowlevel.wait_readable(engine.progress_task.efd)
                 except trio.ClosedResourceError:
-                    pass  # it has finished: see wakes_leader(); or the worker was closed
+                    pass  # wake_leader() woke this task, or the worker was closed
                 finally:
                     self._leader = pending._task = None
                 engine.counters["wakeups"] += 1
@@ -454,7 +460,7 @@ class Waiting:
                     return
         except (trio.Cancelled, KeyboardInterrupt) as error:
             arming.stop_leading()
-            if (watch and pending.outcome is None) or not await pending.outlasts(error):
+            if (watch and pending.outcome is None) or not await pending.cancel_for_leader(error):
                 raise
         except OSError:  # the progress task will get the same error
             arming.stop_leading()
