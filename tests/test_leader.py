@@ -18,7 +18,7 @@ from trio_ucx import ucp
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.arming import State
 from trio_ucx.ucp._engine.lifetime import close_now
-from trio_ucx.ucp._engine.waits import Pending
+from trio_ucx.ucp._engine.waits import Pending, Waiting
 
 #: Round trips that are counted.
 TRIPS = 300
@@ -254,10 +254,39 @@ async def test_not_led_if_the_wait_ends_while_arming() -> None:
             time.sleep(0.05)  # it arrives, and nobody looks
             with pytest.raises(trio.BrokenResourceError):
                 await near.wait_closed()
-            assert not engine.arming.led or engine.waiting._leader is not None
+            assert not engine.arming.led or engine.waiting.leader is not None
             with trio.fail_after(10):
                 await client.send(b"y", tag=7)
         assert got == [b"y"]
+
+
+async def test_a_leader_that_is_not_woken_can_be_cancelled(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An internal error ends the connection. The worker goes on, and so does the task."""
+    async with open_led(transports) as (client, server, worker), trio.open_nursery() as nursery:
+        failed = False
+
+        def wake_leader(_: Waiting) -> None:
+            nonlocal failed
+            failed = True
+            raise MemoryError("injected")
+
+        nursery.start_soon(server.receive)
+        await wait_led(worker)
+        with monkeypatch.context() as patch, trio.fail_after(10):
+            patch.setattr(Waiting, "wake_leader", wake_leader)
+            client.send_nowait(b"x")
+            internals(client.worker).batches.send_all()
+            while not failed:
+                internals(worker).progress()  # delivers before the leader runs
+        nursery.cancel_scope.cancel()
+        with trio.fail_after(10):
+            await until(lambda: not nursery.child_tasks)
+        with pytest.raises(trio.BrokenResourceError, match="injected"):
+            await server.receive()
+        async with open_pair(client.worker, worker) as (later, later_server):
+            await later.send(b"y")
+            with trio.fail_after(10):
+                assert await later_server.receive() == b"y"
 
 
 async def test_the_worker_is_closed_under_it(transports: str) -> None:

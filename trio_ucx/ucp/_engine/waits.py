@@ -100,14 +100,21 @@ class Pending:
     def finish(self, result: Outcome[Any]) -> None:
         if self.outcome is not None:
             return
+        task, parked_at = self._task, self.parked_at
+        led = task is not None and parked_at is not None and parked_at.leader is task
+        # First what may fail: then the wait goes on, and can be cancelled.
+        if led:
+            parked_at.wake_leader()  # type: ignore[union-attr]
+        elif task is not None:
+            trio.lowlevel.reschedule(task, Value(None))
         self.outcome = result
-        task, self._task = self._task, None
         if task is not None:
-            parked_at, self.parked_at = self.parked_at, None
-            if parked_at is None or not parked_at.wake_leader(self):
-                trio.lowlevel.reschedule(task, Value(None))
-                if type(result) is Error:  # isinstance takes longer with these classes
-                    self.reported(result.error)
+            self._task = None
+            if parked_at is not None:
+                self.parked_at = None
+                parked_at.woken += 1
+            if not led and type(result) is Error:  # isinstance takes longer with these classes
+                self.reported(result.error)
         notify, self.notify = self.notify, None
         if notify is not None:
             notify(self)
@@ -278,7 +285,7 @@ def check_yield_interval(yield_interval: float) -> float:
 class Waiting:
     """How the tasks of one worker wait."""
 
-    __slots__ = ("_engine", "_leader", "_yield_interval", "_yielded", "parked", "polling", "woken")
+    __slots__ = ("_engine", "_yield_interval", "_yielded", "leader", "parked", "polling", "woken")
 
     def __init__(self, engine: Engine, spin: float, yield_interval: float) -> None:
         self._engine = engine
@@ -290,8 +297,8 @@ class Waiting:
         #: How many tasks are parked here, and how many of them were woken and have not run yet.
         self.parked = 0
         self.woken = 0
-        #: What the leader waits for while it waits for the descriptor.
-        self._leader: Pending | None = None
+        #: The leader, while it waits for the descriptor and until it runs.
+        self.leader: trio.lowlevel.Task | None = None
 
     async def schedule_point(self) -> None:
         """Lets other tasks run, if this has not been done for the ``yield_interval``. No cancel point."""
@@ -382,24 +389,16 @@ class Waiting:
                 break
         return took < _ALONE
 
-    def wake_leader(self, pending: Pending) -> bool:
-        """Counts a task that is woken, and wakes it if it is the leader.
-
-        Returns:
-            False if the caller must wake the task.
-        """
-        self.woken += 1
-        if pending is not self._leader:
-            return False
-        if self._engine.handle is None:
-            return True  # the close has woken it, and the descriptor may be another's
+    def wake_leader(self) -> None:
+        """Lets the leader run in the next round, if there is one."""
+        if self.leader is None or self._engine.handle is None:
+            return  # the close has woken it, and the descriptor may be another's
         # A signal to the worker would not do: the next arming consumes it.
         try:
             trio.lowlevel.notify_closing(self._engine.progress_task.efd)
         except trio.ClosedResourceError:
             # An instrument runs this after the leader's step. Trio takes that for a call by the leader, and raises.
-            return False
-        return True
+            trio.lowlevel.reschedule(self.leader, Value(None))
 
     async def _park(self, pending: Pending, watch: bool) -> None:
         engine = self._engine
@@ -407,7 +406,7 @@ class Waiting:
         if arming.armed_at != engine.progress_count and not self.woken:
             arming.handle(Event.PARKS)
             if pending.outcome is not None:
-                if self._leader is None:
+                if self.leader is None:
                     arming.stop_leading()
                 await self.schedule_point()
                 return
@@ -417,7 +416,7 @@ class Waiting:
         self.parked += 1
         pending.parked_at = self
         try:
-            if arming.led and self._leader is None:
+            if arming.led and self.leader is None:
                 await self._lead(pending, watch)
             if pending.outcome is None:
                 pending.expected = False
@@ -442,13 +441,13 @@ class Waiting:
         try:
             while True:
                 pending._task = task
-                self._leader = pending
+                self.leader = task
                 try:
                     await trio.lowlevel.wait_readable(engine.progress_task.efd)
                 except trio.ClosedResourceError:
                     pass  # wake_leader() woke this task, or the worker was closed
                 finally:
-                    self._leader = pending._task = None
+                    self.leader = pending._task = None
                 engine.counters["wakeups"] += 1
                 if pending.outcome is not None or not arming.may_lead or engine.broken is not None:
                     return
