@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import trio
@@ -24,7 +25,7 @@ from remote import for_ucx
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._link import receiving
+from trio_ucx._link import receiving, sending
 from trio_ucx.testing import internals
 from trio_ucx.ucp._live_handles import live_handles
 
@@ -547,6 +548,13 @@ def quiet() -> Iterator[None]:
         live_handles._counts.clear()  # what a fault hit was not always counted
 
 
+@contextmanager
+def holding_back() -> Iterator[None]:
+    """A small message that follows another is held back for a batch, however slow this machine is."""
+    with mock.patch.object(sending, "MOMENT", 1.0):
+        yield
+
+
 @cache
 def called(transports: str) -> dict[tuple[str, str], int]:
     """How often each function is called where no caller could handle its errors, by module and qualified name."""
@@ -558,12 +566,13 @@ def called(transports: str) -> dict[tuple[str, str], int]:
                 counters.append(((name, function.__qualname__), Fault(function, Injected, NEVER)))
                 stack.enter_context(patched(where, attribute, function, counters[-1][1]))
         stack.enter_context(quiet())
+        stack.enter_context(holding_back())
 
         def arm(armed: bool) -> None:
             for _, counter in counters:
                 counter.armed = armed
 
-        for _ in range(5):  # a slow run sends no batches
+        for _ in range(5):  # it may depend on the time
             trio.run(scenario, transports, arm, lambda: False)
     return {key: NEVER - counter.left for key, counter in counters}
 
@@ -585,7 +594,7 @@ def test_exception_anywhere(name: str, transports: str, call: int, error: type[E
             continue
         for _ in range(5):  # whether Trio's loop calls a function may depend on the time
             fault = Fault(function, error, call)
-            with patched(where, attribute, function, fault), quiet():
+            with patched(where, attribute, function, fault), quiet(), holding_back():
                 try:
                     trio.run(scenario, transports, partial(setattr, fault, "armed"), lambda fault=fault: fault.raised)
                 except BaseException as failure:
