@@ -13,7 +13,7 @@ from helpers import open_pair, pattern, until
 import trio_ucx
 from trio_ucx import _wire as wire
 from trio_ucx import ucp
-from trio_ucx._link import Link
+from trio_ucx._link import Link, Transport, sending
 from trio_ucx.testing import internals
 
 
@@ -194,6 +194,33 @@ async def test_many_at_once(worker: ucp.Worker) -> None:
                     clients.start_soon(ask, connection, number)
         await nothing_is_left(*pair)
         servers.cancel()
+
+
+async def test_leaving_needs_no_message_of_its_own(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaving right after a message, as after a reply, goes with the next batch. Each conversation ends in its turn."""
+    sent: Counter[int] = Counter()
+    send_bytes = Transport.send_bytes
+
+    def counted(transport: Transport, queue: int, data: bytes) -> int:
+        sent[queue] += 1
+        return send_bytes(transport, queue, data)
+
+    monkeypatch.setattr(Transport, "send_bytes", counted)
+    monkeypatch.setattr(sending, "MOMENT", 1.0)
+    async with open_pair(worker) as (client, server):
+        for number in range(2 * 10):
+            if number == 10:
+                sent.clear()
+            talk = client.open_conversation()
+            talk.send_nowait(b"%d" % number)
+            await talk.aclose()
+            async with await next_of(server) as accepted:
+                assert await accepted.receive() == b"%d" % number
+                with pytest.raises(trio.EndOfChannel):
+                    await accepted.receive()
+        assert sent[wire.CONTROL] <= 10  # of the server, which leaves after it has waited
+        assert sent[wire.BATCH] >= 10
+        await nothing_is_left(client, server)
 
 
 async def test_conversations_that_nobody_accepts(worker: ucp.Worker) -> None:

@@ -1,4 +1,4 @@
-"""The arguments that opening a connection and opening a listener have in common: their types, defaults and checks."""
+"""The arguments that several calls have in common, above all connecting and listening: types, defaults and checks."""
 
 from __future__ import annotations
 
@@ -103,3 +103,11 @@ def check_worker(worker: Worker | None) -> Worker | None:
             raise TypeError(f"worker must be a trio_ucx.ucp.Worker, not {type(worker).__name__}")
         worker._engine.check()
     return worker
+
+
+def check_max_unread(max_unread: int) -> int:
+    return check_integer(max_unread, "max_unread", 1, 2**62)
+
+
+def check_max_size(max_size: int) -> int:
+    return check_integer(max_size, "max_size", 0, 2**62)

@@ -5,7 +5,7 @@ follow each other closely, only the first is sent at once; the others are collec
 receiver's C code takes apart (``tag_inbox.c``). ``ucp/_engine/progress.py`` says when it is sent at the latest.
 
 A batch consists of groups of packed messages: a head (tag queue, length of each message, their number), then the
-messages, one after the other.
+messages, one after the other. A control frame is a group of its own.
 """
 
 from __future__ import annotations
@@ -34,8 +34,13 @@ class Batch:
         self._length = self._count = self._head = 0
 
     def add(self, queue: int, data: bytes) -> bool:
-        """Adds a small message. Returns whether to :meth:`take` now: another may find no room."""
-        if queue != self._queue or len(data) != self._length or self._count == _MOST_IN_A_GROUP:
+        """Adds a small message, or a control frame. Returns whether to :meth:`take` now: another may find no room."""
+        if (
+            queue != self._queue
+            or len(data) != self._length
+            or self._count == _MOST_IN_A_GROUP
+            or queue == wire.CONTROL
+        ):
             self._end_group()
             self._queue = queue
             self._length = len(data)

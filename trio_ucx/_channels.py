@@ -9,6 +9,7 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
+from ._arguments import check_max_size, check_max_unread
 from ._errors import PeerClosed
 from ._link import ChannelState
 from ._wire import BEGUN
@@ -18,10 +19,6 @@ from .ucp._util import OpenedNotConstructed
 
 if TYPE_CHECKING:
     from ._connection import Connection
-
-
-class QueueNumber(int):
-    """A tag queue that is no tag of the user's: ``Connection.send`` and ``receive`` take it for ``tag``."""
 
 
 @attrs.define(eq=False, repr=False)
@@ -58,6 +55,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
     def _check(self) -> None:
         if self._talk.left:
             raise trio.ClosedResourceError("this channel was closed")
+        self._connection._link.check()
 
     def _check_send(self) -> None:
         problem = self._talk.problem()
@@ -65,6 +63,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
             problem = about(self._talk.origin, PeerClosed("the peer closed the connection"))
         if problem is not None:
             raise problem
+        self._connection._link.check()
 
     @enable_ki_protection
     async def send(self, value: Buffer, *, max_unread: int | None = None) -> None:
@@ -78,12 +77,13 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
             trio.ClosedResourceError: this end was closed, perhaps meanwhile; or the connection.
             trio.BrokenResourceError, TypeError, ValueError, RuntimeError, MemoryError: as :meth:`Connection.send`.
         """
+        link = self._connection._link
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check_send()
         if max_unread is not None:
-            await self._connection._wait_unread(self._talk.out, max_unread)
+            await link.wait_unread(self._talk.out, check_max_unread(max_unread))
             self._check_send()
-        await self._connection.send(value, tag=QueueNumber(self._talk.out))
+        await link.send(self._talk.out, value)
 
     @enable_ki_protection
     def send_nowait(self, value: Buffer, *, max_unread: int | None = None) -> None:
@@ -95,8 +95,9 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
             trio.WouldBlock, trio.BrokenResourceError, TypeError, ValueError, RuntimeError: as
                 :meth:`Connection.send_nowait`.
         """
+        link = self._connection._link
         self._check_send()
-        self._connection.send_nowait(value, tag=QueueNumber(self._talk.out), max_unread=max_unread)
+        link.send_nowait(self._talk.out, value, None if max_unread is None else check_max_unread(max_unread))
 
     @enable_ki_protection
     async def receive(self, *, max_size: int | None = None) -> bytes:
@@ -110,16 +111,17 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
             MessageTooLong, trio.BrokenResourceError, MemoryError: as :meth:`Connection.receive`.
             TypeError, ValueError: a wrong ``max_size``.
         """
+        link = self._connection._link
+        limit = link.receiving.max_message_size if max_size is None else check_max_size(max_size)
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
-        return await self._connection.receive(tag=QueueNumber(self._talk.into), max_size=max_size)
+        return await link.receive(self._talk.into, limit)
 
     def _take_ready(self) -> bytes | None:
         """Takes the next message if it is there; see :meth:`Receiving.take_ready`."""
         self._check()
-        link = self._connection._link
-        link.check()
-        return link.receiving.take_ready(self._talk.into, link.receiving.max_message_size)
+        receiving = self._connection._link.receiving
+        return receiving.take_ready(self._talk.into, receiving.max_message_size)
 
     @enable_ki_protection
     async def receive_into(self, buffer: WritableBuffer) -> int:
@@ -131,7 +133,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
-        return await self._connection.receive_into(buffer, tag=QueueNumber(self._talk.into))
+        return await self._connection._link.receive_into(self._talk.into, buffer)
 
     @enable_ki_protection
     def receive_nowait(self, *, max_size: int | None = None) -> bytes:
@@ -142,8 +144,10 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
             trio.EndOfChannel, trio.ClosedResourceError, trio.BrokenResourceError: as :meth:`receive`.
             MessageTooLong, MemoryError, TypeError, ValueError: as :meth:`receive`.
         """
+        receiving = self._connection._link.receiving
+        limit = receiving.max_message_size if max_size is None else check_max_size(max_size)
         self._check()
-        return self._connection.receive_nowait(tag=QueueNumber(self._talk.into), max_size=max_size)
+        return receiving.receive_nowait(self._talk.into, limit)
 
     @enable_ki_protection
     async def aclose(self) -> None:
@@ -156,7 +160,8 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         Raises: nothing, closed already or not.
         """
         self._close()
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._connection._link.engine.waiting.schedule_point()
 
     def _close(self, *, by_force: bool = False) -> None:
         link = self._connection._link

@@ -12,8 +12,8 @@ from trio.lowlevel import enable_ki_protection
 
 from . import _byte_stream as stream
 from . import _wire as wire
-from ._channels import Channel, QueueNumber
-from ._copies import immutable
+from ._arguments import check_max_size, check_max_unread
+from ._channels import Channel
 from ._link import Link
 from ._peer_info import PeerInfo, PeerState
 from ._statistics import ConnectionStatistics
@@ -25,22 +25,11 @@ from .ucp._engine.posting import completed
 from .ucp._engine.waits import Pending
 from .ucp._memory.buffers import Buffer, WritableBuffer
 from .ucp._memory.pointers import check_elements
-from .ucp._tag import SHORT
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
 
 def check_tag(tag: int) -> int:
-    if type(tag) is QueueNumber:
-        return int(tag)
     return check_integer(tag, "the tag", 0, wire.MAX_TAG)
-
-
-def check_max_unread(max_unread: int) -> int:
-    return check_integer(max_unread, "max_unread", 1, 2**62)
-
-
-def check_max_size(max_size: int) -> int:
-    return check_integer(max_size, "max_size", 0, 2**62)
 
 
 @attrs.define(eq=False, repr=False)
@@ -197,12 +186,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         link.check()
         if max_unread is not None:
-            await self._wait_unread(tag, max_unread)
-        sent = link.sending.send_short(tag, data)
-        if sent is True:
-            await link.engine.waiting.schedule_point()
-        else:
-            await completed(sent or link.sending.submit(tag, data), link.engine)
+            await link.wait_unread(tag, check_max_unread(max_unread))
+        await link.send(tag, data)
 
     @enable_ki_protection
     def send_nowait(self, data: Buffer, *, tag: int = 0, max_unread: int | None = None) -> None:
@@ -219,24 +204,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """
         if type(tag) is not int or not 0 <= tag <= wire.MAX_TAG:
             tag = check_tag(tag)
-        link = self._link
-        link.check()
-        sending = link.sending
-        if max_unread is not None and not sending.may_add(tag, check_max_unread(max_unread)):
-            sending.check()
-            raise trio.WouldBlock
-        if not sending.send_short(tag, data):
-            sending.submit_nowait(tag, immutable(data))
-        if max_unread is not None:
-            sending.added(tag, max_unread)
-
-    async def _wait_unread(self, tag: int, max_unread: int) -> None:
-        """Waits until the peer has room for one more message of a tag queue, and counts it."""
-        link = self._link
-        await link.sending.wait_unread(tag, check_max_unread(max_unread))
-        link.check()
-        link.sending.check()
-        link.sending.unread.sent(tag)
+        self._link.check()
+        self._link.send_nowait(tag, data, None if max_unread is None else check_max_unread(max_unread))
 
     @enable_ki_protection
     async def receive(self, *, tag: int = 0, max_size: int | None = None) -> bytes:
@@ -259,18 +228,10 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         if type(tag) is not int or not 0 <= tag <= wire.MAX_TAG:
             tag = check_tag(tag)
         link = self._link
-        receiving = link.receiving
-        limit = receiving.max_message_size if max_size is None else check_max_size(max_size)
+        limit = link.receiving.max_message_size if max_size is None else check_max_size(max_size)
         await trio.lowlevel.checkpoint_if_cancelled()
         link.check()
-        data = receiving.take_ready(tag, limit)
-        if data is not None:
-            await link.engine.waiting.schedule_point()
-            return data
-        receive = receiving.receive(tag, Want.BYTES, limit)
-        if receive.outcome is None:
-            return cast(bytes, await link.engine.waiting.wait(receive))
-        return cast(bytes, await completed(receive, link.engine))
+        return await link.receive(tag, limit)
 
     @enable_ki_protection
     async def receive_into(self, buffer: WritableBuffer, *, tag: int = 0) -> int:
@@ -297,31 +258,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         await trio.lowlevel.checkpoint_if_cancelled()
         link.check()
-        if type(buffer) is bytearray and len(buffer) <= SHORT:
-            return await self._receive_copied(buffer, tag)
-        receiving = link.receiving
-        receive = receiving.prepare(buffer)
-        data = receiving.take_ready(tag, receive.limit)
-        if data is None:
-            return cast(int, await completed(receiving.wait(tag, receive), link.engine))
-        receive.accept(data)
-        await link.engine.waiting.schedule_point()
-        return len(data)
-
-    async def _receive_copied(self, buffer: bytearray, tag: int) -> int:
-        """Receives into a small buffer. Copying to it costs less than pinning it."""
-        link = self._link
-        with memoryview(buffer) as view:  # so that it keeps its size
-            small = link.receiving.take_ready(tag, len(buffer))
-            if small is None:
-                receive = link.receiving.receive(tag, Want.COPY, len(buffer))
-                data = cast(bytes, await completed(receive, link.engine))
-            else:
-                data = small
-            view[: len(data)] = data
-        if small is not None:
-            await link.engine.waiting.schedule_point()
-        return len(data)
+        return await link.receive_into(tag, buffer)
 
     @enable_ki_protection
     def receive_nowait(self, *, tag: int = 0, max_size: int | None = None) -> bytes:
@@ -772,8 +709,12 @@ class Conversations(metaclass=OpenedNotConstructed):
         link.check()
         receiving = link.receiving
         while True:
+            begun = receiving.take_begun()
             try:
-                begun = await completed(receiving.receive(wire.BEGUN, Want.COPY, 4), link.engine)
+                if begun is not None:
+                    await link.engine.waiting.schedule_point()
+                else:
+                    begun = await completed(receiving.receive(wire.BEGUN, Want.COPY, 4), link.engine)
             except trio.EndOfChannel:
                 raise StopAsyncIteration from None
             talk = receiving.conversations.accept(int.from_bytes(begun, "little"))

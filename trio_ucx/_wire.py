@@ -24,7 +24,7 @@ from typing import ClassVar, get_args
 import attrs
 
 MAGIC = b"trio_ucx"
-VERSION = 9
+VERSION = 10
 
 MAX_TAG = 2**31 - 1
 CONTROL = 2**31
@@ -240,7 +240,7 @@ MAX_FRAME = 32
 
 
 def encode_frame(frame: Frame) -> bytes:
-    return struct.pack(frame.format, frame.kind, *attrs.astuple(frame))
+    return struct.pack(frame.format, frame.kind, *[getattr(frame, name) for name in frame.__match_args__])
 
 
 def decode_frame(data: bytes) -> Frame:

@@ -12,6 +12,7 @@ other side to ``ANSWERS + k``. A conversation begins for the other side when the
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import attrs
 import trio
@@ -156,13 +157,13 @@ class Conversations:
         """This side leaves. Left already: no effect."""
         if not talk.left:
             # Without delivery: the peer may leave as well.
-            self._sending.engine.deliver_after(lambda: self._leave(talk, by_force))
+            self._sending.engine.deliver_after(partial(self._leave, talk, by_force))
 
     def _leave(self, talk: ChannelState, by_force: bool) -> None:
         talk.left = True
         error = trio.ClosedResourceError("this channel was closed")
         self._end_sends(talk, error)
-        self._sending.send_frame(wire.Leave(talk.out, by_force))
+        self._sending.add_frame(wire.Leave(talk.out, by_force))
         self._drop(talk.into, error)  # after LEAVE: it gives credit back, which the peer must not spend here
         self._free_if_over(talk)
 
@@ -182,12 +183,13 @@ class Conversations:
             talk = self._add(into, into)
         talk.peer_left = True
         talk.by_force = by_force
-        problem = talk.problem()
-        assert problem is not None
-        self._end_sends(talk, problem)
-        self._end(into)
-        if by_force and not talk.accepted:  # nobody waits for an answer
-            self.leave(talk)
+        if not talk.left:  # else nobody uses it here
+            problem = talk.problem()
+            assert problem is not None
+            self._end_sends(talk, problem)
+            self._end(into)
+            if by_force and not talk.accepted:  # nobody waits for an answer
+                self.leave(talk)
         self._free_if_over(talk)
 
     def _end_sends(self, talk: ChannelState, error: Exception) -> None:

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from time import perf_counter
+from typing import cast
 
 import attrs
 import trio
 
 from .. import _wire as wire
 from .._close_handshake import CloseHandshake, Peer
+from .._copies import immutable
 from .._peer_info import PeerInfo, PeerState
+from .._tag_queue import Want
 from ..ucp import Worker
 from ..ucp._engine.ending import CloseState
+from ..ucp._engine.posting import completed
 from ..ucp._live_handles import live_handles
+from ..ucp._memory.buffers import Buffer, WritableBuffer
+from ..ucp._tag import SHORT
 from .closing import Closing
 from .receiving import Receiving
 from .sending import Sending
@@ -157,6 +163,76 @@ class Link:
             self.sending.check()
         return seconds
 
+    # ---- messages of any tag queue ----
+
+    async def send(self, number: int, data: Buffer) -> None:
+        """Sends a message; a schedule point."""
+        sent = self.sending.send_short(number, data)
+        if sent is True:
+            await self.engine.waiting.schedule_point()
+        else:
+            await completed(sent or self.sending.submit(number, data), self.engine)
+
+    def send_nowait(self, number: int, data: Buffer, max_unread: int | None) -> None:
+        """Sends a message without waiting.
+
+        Raises:
+            trio.WouldBlock: there is no credit for it, or the peer has ``max_unread`` messages unread.
+        """
+        sending = self.sending
+        if max_unread is not None and not sending.may_add(number, max_unread):
+            sending.check()
+            raise trio.WouldBlock
+        if not sending.send_short(number, data):
+            sending.submit_nowait(number, immutable(data))
+        if max_unread is not None:
+            sending.added(number, max_unread)
+
+    async def wait_unread(self, number: int, max_unread: int) -> None:
+        """Waits until the peer has room for one more message, and counts it."""
+        await self.sending.wait_unread(number, max_unread)
+        self.check()
+        self.sending.check()
+        self.sending.unread.sent(number)
+
+    async def receive(self, number: int, limit: int) -> bytes:
+        """Receives a message of at most ``limit`` bytes; a schedule point."""
+        data = self.receiving.take_ready(number, limit)
+        if data is not None:
+            await self.engine.waiting.schedule_point()
+            return data
+        receive = self.receiving.receive(number, Want.BYTES, limit)
+        if receive.outcome is None:
+            return cast(bytes, await self.engine.waiting.wait(receive))
+        return cast(bytes, await completed(receive, self.engine))
+
+    async def receive_into(self, number: int, buffer: WritableBuffer) -> int:
+        """Receives a message into a buffer, and returns its length; a schedule point."""
+        if type(buffer) is bytearray and len(buffer) <= SHORT:
+            return await self._receive_copied(number, buffer)
+        receiving = self.receiving
+        receive = receiving.prepare(buffer)
+        data = receiving.take_ready(number, receive.limit)
+        if data is None:
+            return cast(int, await completed(receiving.wait(number, receive), self.engine))
+        receive.accept(data)
+        await self.engine.waiting.schedule_point()
+        return len(data)
+
+    async def _receive_copied(self, number: int, buffer: bytearray) -> int:
+        """Receives into a small buffer. Copying to it costs less than pinning it."""
+        with memoryview(buffer) as view:  # so that it keeps its size
+            small = self.receiving.take_ready(number, len(buffer))
+            if small is None:
+                receive = self.receiving.receive(number, Want.COPY, len(buffer))
+                data = cast(bytes, await completed(receive, self.engine))
+            else:
+                data = small
+            view[: len(data)] = data
+        if small is not None:
+            await self.engine.waiting.schedule_point()
+        return len(data)
+
     def abort(self) -> None:
         """See :meth:`Closing.abort`."""
         self.closing.abort()
@@ -171,6 +247,8 @@ class Link:
             case wire.Grant(amount=amount, received=received):
                 self.sending.credit.grant(amount, received)
                 self.sending.send_waiting()
+            case wire.Leave(queue=queue, by_force=by_force):
+                self.receiving.conversations.peer_left(queue, by_force=bool(by_force))
             case wire.Admit(queue=queue, received=received):
                 self.sending.credit.admit(queue, received)
                 self.sending.send_waiting()
@@ -186,8 +264,6 @@ class Link:
                 self.closing.done_arrived()
             case wire.Hello():
                 pass  # that it has arrived was all
-            case wire.Leave(queue=queue, by_force=by_force):
-                self.receiving.conversations.peer_left(queue, by_force=bool(by_force))
             case wire.Dropped(queue=queue, length=length):
                 self.sending.dropped_there(queue, length)
             case wire.Ask(queue=queue, limit=limit):

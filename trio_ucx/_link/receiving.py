@@ -245,6 +245,16 @@ class Receiving:
         self.forget_idle(queue)
         return receive
 
+    def take_begun(self) -> bytes | None:
+        """Takes the number of a conversation that the peer has begun, if there is one."""
+        queue = self.queues.get(wire.BEGUN)
+        if queue is None or queue.packed is None:
+            return None
+        data = queue.packed.pop()
+        if not queue.packed.left:
+            queue.next_packed()
+        return data
+
     def receive_nowait(self, number: int, limit: int) -> bytes:
         """Takes the first message of a tag queue if it is there, and has at most ``limit`` bytes.
 

@@ -154,20 +154,24 @@ class Sending:
         if small:
             defer = True
             if not batch.parts:
-                # Does it closely follow another? Not where its sender waited for anything in between.
-                now = perf_counter()
-                count = self.engine.progress_count
-                defer = count == self._sent_count and now - self._sent_at < MOMENT and self._defers
-                self._sent_at = now
-                self._sent_count = count
-                if defer:
-                    self.engine.batches.defer(self)
+                defer = self._begin_batch()
             if defer:
                 if batch.add(queue, data):
                     self.send_batch()
                 return True
         verdict = self.transport.send_bytes(queue, data)
         return True if verdict == 0 else self._keep(verdict, queue, data)
+
+    def _begin_batch(self) -> bool:
+        """Begins a batch if what is about to be sent closely follows something else. Returns whether it did."""
+        now = perf_counter()
+        count = self.engine.progress_count  # it grows when the sender waits for anything in between
+        defer = count == self._sent_count and now - self._sent_at < MOMENT and self._defers
+        self._sent_at = now
+        self._sent_count = count
+        if defer:
+            self.engine.batches.defer(self)
+        return defer
 
     def _keep(self, verdict: int, queue: int, data: bytes) -> SendOperation:
         """UCX has not taken a message, or a batch, at once: it needs it for a while, or refuses it."""
@@ -283,8 +287,20 @@ class Sending:
         except Exception as error:  # else a peer that waits for this frame would wait for ever
             self.internal_error(error)
 
+    def add_frame(self, frame: wire.Frame) -> None:
+        """Sends a control frame; with the next batch, if it closely follows a small message. Never raises."""
+        try:
+            if self.share.handle is not None and (self.batch.parts or self._begin_batch()):
+                if self.batch.add(wire.CONTROL, wire.encode_frame(frame)):
+                    self.send_batch()
+            else:
+                self._sent_count = -1  # a message that comes next need not wait
+                self.post_frame(frame)
+        except Exception as error:  # as in send_frame
+            self.internal_error(error)
+
     def post_frame(self, frame: wire.Frame) -> None:
-        """Does the same.
+        """As :meth:`send_frame`, but raises.
 
         Nothing is delivered meanwhile: frames are sent in the middle of changes.
 
@@ -336,9 +352,10 @@ class Sending:
 
     def withdraw(self, queue: int, error: Exception) -> None:
         """Ends the sends of a tag queue that wait for credit, or for room in it."""
-        for send in [send for send in self.credit.waiting if send.queue == queue]:
-            send.withdraw(error)
-        self.send_waiting()
+        if self.credit.waiting:
+            for send in [send for send in self.credit.waiting if send.queue == queue]:
+                send.withdraw(error)
+            self.send_waiting()
 
     def withdraw_stream(self, error: Exception) -> None:
         """Ends the pieces of the byte stream that wait for credit. Messages that wait for credit go on waiting."""

@@ -73,7 +73,7 @@ static ucs_status_t unpack_batch(tu_worker_t *worker, uint64_t tag, size_t size)
         length = tu_le16_load(next + 4);
         count  = tu_le16_load(next + 6);
         next += TU_GROUP_HEAD;
-        if (count == 0 || (size_t)count * length > (size_t)(end - next) || queue == TU_CONTROL_QUEUE) {
+        if (count == 0 || (size_t)count * length > (size_t)(end - next) || (queue == TU_CONTROL_QUEUE && count > 1)) {
             return UCS_ERR_INVALID_PARAM;
         }
         pack(worker, (tag & ~(uint64_t)UINT32_MAX) | queue, length, count, next);
