@@ -4,7 +4,6 @@
     contenders/     one file for each library or tool; each gives the two ends of a pair
     control, child  the process of one end, and the orders that it gets
     pairs, runner   starting the processes, giving orders, limits of time, interleaved rounds
-    quiet           whether other programs use the machine
     stats, marks    figures from measurements; what trio_ucx has to reach
     report, plots   tables, JSON, pictures
     steps           the cost of single steps, in one process

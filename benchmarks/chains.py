@@ -14,13 +14,14 @@ if not __package__:  # run as a file: its folder must not hide other modules
 
 from rich.table import Table
 
-from benchmarks import loops, marks, quiet, report, runner
+from benchmarks import loops, marks, report, runner
 from benchmarks.contenders import ours_chains
 from benchmarks.contenders.ours_chains import AWAIT, CHAIN, HOW, JOBS, PLAIN, QUICK_AWAIT
 from benchmarks.jobs import Job
 from benchmarks.marks import Mark, Pick
 from benchmarks.pairs import two_cpus
 from benchmarks.stats import scaled
+from trio_ucx._cli import quiet
 
 ROUNDS, SECONDS = 7, 0.5
 QUICK_ROUNDS, QUICK_SECONDS = 3, 0.1

@@ -14,10 +14,11 @@ from pathlib import Path
 if not __package__:  # run as a file: its folder must not hide other modules
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks import marks, quiet, report, runner
+from benchmarks import marks, report, runner
 from benchmarks.contenders import Contender, all_contenders, ours_many
 from benchmarks.jobs import BY_SIZE
 from benchmarks.pairs import two_cpus
+from trio_ucx._cli import quiet
 
 ROUNDS, SECONDS = 5, 1.0
 QUICK_ROUNDS, QUICK_SECONDS = 2, 0.2

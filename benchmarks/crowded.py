@@ -28,13 +28,14 @@ if not __package__:  # run as a file: its folder must not hide other modules
 import attrs
 from rich.table import Table
 
-from benchmarks import quiet, report, runner
+from benchmarks import report, runner
 from benchmarks.contenders import Contender
 from benchmarks.contenders.ours import TLS
 from benchmarks.jobs import Job, latency, rate
 from benchmarks.marks import Mark, Pick
 from benchmarks.pairs import Cpus, two_cpus
 from benchmarks.stats import scaled
+from trio_ucx._cli import quiet
 
 BUSY_TASKS = 50
 #: An echo on the byte stream.

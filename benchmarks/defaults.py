@@ -14,9 +14,9 @@ if not __package__:  # run as a file: its folder must not hide other modules
 
 import trio
 
-from benchmarks import quiet
 from benchmarks.pairs import two_cpus
 from trio_ucx import connect
+from trio_ucx._cli import quiet
 from trio_ucx._cli.ends import Client, Kind
 from trio_ucx._cli.errors import CandidateError
 from trio_ucx._cli.measuring import chosen_worker, progress_bar

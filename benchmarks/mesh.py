@@ -28,12 +28,13 @@ if not __package__:  # run as a file: its folder must not hide other modules
 import trio
 from rich.table import Table
 
-from benchmarks import quiet, report
+from benchmarks import report
 from benchmarks.contenders.mpi import mpirun
 from benchmarks.contenders.ours import TLS
 from benchmarks.cpus import one_cpu_per_core
 from benchmarks.marks import Verdict
 from benchmarks.stats import scaled
+from trio_ucx._cli import quiet
 
 ROOT = Path(__file__).resolve().parent.parent
 #: The heat equation's grid: cells of a side.

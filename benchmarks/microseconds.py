@@ -17,11 +17,12 @@ if not __package__:  # run as a file: its folder must not hide other modules
 
 from rich.table import Table
 
-from benchmarks import quiet, report, runner, steps
+from benchmarks import report, runner, steps
 from benchmarks.contenders import Contender, ours, perftest
 from benchmarks.jobs import MIB, Job, latency
 from benchmarks.pairs import ROOT, two_cpus
 from benchmarks.stats import of_rounds, scaled
+from trio_ucx._cli import quiet
 
 ROUNDS, SECONDS = 3, 0.25
 QUICK_ROUNDS, QUICK_SECONDS = 1, 0.1

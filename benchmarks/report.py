@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from . import quiet
+from trio_ucx._cli import quiet
+
 from .contenders import BEFORE, Contender
 from .jobs import BURST_COUNT, BY_SIZE, Job, Kind, size_name
 from .marks import Verdict

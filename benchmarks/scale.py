@@ -13,11 +13,12 @@ if not __package__:  # run as a file: its folder must not hide other modules
 
 from rich.table import Table
 
-from benchmarks import marks, quiet, report, runner
+from benchmarks import marks, report, runner
 from benchmarks.contenders import ours_many
 from benchmarks.jobs import Job
 from benchmarks.pairs import two_cpus
 from benchmarks.stats import scaled
+from trio_ucx._cli import quiet
 
 COUNTS = (1, 10, 100, 1000)
 ROUNDS, SECONDS = 3, 1.0

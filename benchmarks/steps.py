@@ -164,8 +164,8 @@ async def of_a_message(transport: str, seconds: float) -> Prices:
         view = memoryview(ffi.buffer(records)).cast("Q")
         look = partial(lib.tu_worker_progress_and_arm, engines[0].handle, records, RECORDS)
         found = {
-            "a look that finds nothing, C": await price(partial(look, 0, armed), seconds),
-            "the same, and armed, C": await price(partial(look, 1, armed), seconds),
+            "a look that finds nothing, C": await price(partial(look, False, False, armed), seconds),
+            "the same, and armed, C": await price(partial(look, True, False, armed), seconds),
             "the same, by the engine, Python and C": await price(
                 partial(engines[0].progress_and_deliver, True), seconds
             ),

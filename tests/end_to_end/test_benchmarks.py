@@ -16,10 +16,10 @@ pytest.importorskip("rich", reason="the benchmarks print their tables with rich"
 ROOT = Path(__file__).parent.parent.parent
 sys.path.append(str(ROOT))  # at the end: what is installed is tested
 
-from benchmarks import chains, compare, crowded, defaults, marks, microseconds, quiet, report, runner, stats, steps  # noqa: E402
+from benchmarks import chains, compare, crowded, defaults, marks, microseconds, report, runner, stats, steps  # noqa: E402
 from benchmarks.contenders import Contender, all_contenders, load, ours_many, ours_watched, perftest  # noqa: E402
 from benchmarks.jobs import BY_SIZE, Batch, Job, pattern  # noqa: E402
-from trio_ucx._cli import trials  # noqa: E402
+from trio_ucx._cli import quiet, trials  # noqa: E402
 
 
 def test_figures_of_round_trips() -> None:

@@ -12,8 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import trio
@@ -21,7 +25,7 @@ from helpers import assert_gone, children_of, open_pair
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._cli import ends, info, main, perf
+from trio_ucx._cli import ends, info, main, paths, perf
 from trio_ucx._cli.errors import PerfError, describe
 
 from .programs import AUTHKEY, QUICK, TIMEOUT, listening_address, read_line, run_cli, start_cli
@@ -132,10 +136,10 @@ def test_resources_of_other_machines() -> None:
 # ---- perf ----
 
 
-def check_results(results: list[dict[str, float]], sizes: list[int]) -> None:
+def check_results(results: list[dict[str, Any]], sizes: list[int]) -> None:
     assert [result["size"] for result in results] == sizes
-    for result in results:
-        assert all(value > 0 for value in result.values()), result
+    for result in [*results, *(result["plain_tcp"] for result in results)]:
+        assert all(value > 0 for name, value in result.items() if name != "plain_tcp"), result
         assert result["latency_median_us"] <= result["latency_p99_us"]
         assert result["bandwidth_mb_s"] == pytest.approx(result["messages_s"] * result["size"] / 1e6)
 
@@ -162,8 +166,75 @@ def test_perf_as_a_table() -> None:
     assert re.search(r"^transports: tcp\b", header, re.MULTILINE)
     titles, *rows = table.splitlines()
     assert titles.split() == ["bytes", "median", "us", "p99", "us", "MB/s", "messages/s"]
-    assert [row.split()[0] for row in rows] == ["8", "1k"]
-    assert all(float(number.replace(",", "")) > 0 for row in rows for number in row.split()[1:])
+    assert [row.split()[:-4] for row in rows] == [["8"], ["8", "TCP"], ["1k"], ["1k", "TCP"]]
+    assert all(float(number.replace(",", "")) > 0 for row in rows for number in row.split()[-4:])
+
+
+def test_plain_tcp_that_cannot_be_had() -> None:
+    """A server of another release does not know it, and a port may be closed to the client: the rest is measured."""
+
+    async def main() -> None:
+        async with open_ends() as (client, server):
+            async with client.plain_tcp({**server, "plain": 0}) as why_not:
+                assert why_not == "the other side is trio_ucx 0.1.0, whose perf cannot"
+            with mock.patch.object(trio, "open_tcp_stream", side_effect=ConnectionRefusedError("refused")):
+                async with client.plain_tcp(server) as why_not:
+                    assert why_not == "refused"
+                    assert (await client.run_next(ends.Kind.LATENCY, 8, 3)).total > 0
+            async with client.plain_tcp(server) as why_not:
+                assert why_not == ""
+                for kind in ends.Kind:
+                    assert (await client.run_next(kind, 70_000, 3, plain=True)).total > 0
+
+    trio.run(main)
+
+
+def test_a_stranger_at_the_plain_port() -> None:
+    """Only the stream with the token is taken."""
+
+    async def main() -> None:
+        async with open_ends() as (client, server), trio.open_nursery() as nursery:
+            connect_stream = paths.connect_stream
+            strangers: list[trio.SocketStream] = []
+
+            async def after_strangers(connection: trio_ucx.Connection, port: int, token: str) -> trio.SocketStream:
+                for said in (bytes(16), b"short"):
+                    stranger = await trio.open_tcp_stream("127.0.0.1", port)
+                    strangers.append(stranger)
+                    await stranger.send_all(said)
+                    if said == b"short":
+                        await stranger.send_eof()
+                return await connect_stream(connection, port, token)
+
+            with mock.patch.object(ends, "connect_stream", after_strangers):
+                async with client.plain_tcp(server) as why_not:
+                    assert why_not == ""
+                    assert (await client.run_next(ends.Kind.STREAM, 8, 100, plain=True)).total > 0
+            for stranger in strangers:
+                nursery.start_soon(stranger.aclose)
+
+    trio.run(main)
+
+
+@asynccontextmanager
+async def open_ends() -> AsyncIterator[tuple[ends.Client, dict[str, Any]]]:
+    """Yields the client's end of a measurement, whose server is here, and the server's hello."""
+    with trio.fail_after(TIMEOUT):
+        async with ucp.open_worker(config={"TLS": "tcp"}) as worker, trio.open_nursery() as nursery:
+            turn = trio.Lock()
+            [server] = await nursery.start(
+                partial(
+                    trio_ucx.serve_ucx,
+                    lambda connection: ends.serve(connection, turn),
+                    0,
+                    host="127.0.0.1",
+                    worker=worker,
+                )
+            )
+            async with trio_ucx.connect(server.address, worker=worker) as connection:
+                client = ends.Client(connection)
+                yield client, await client.introduce()
+            nursery.cancel_scope.cancel()
 
 
 @pytest.mark.full
@@ -252,7 +323,7 @@ CORRUPT = """
 import os, sys
 if ("--until-stdin-closes" in sys.orig_argv) == (os.environ["CORRUPT_END"] == "server") and "perf" in sys.orig_argv:
     from trio_ucx import Connection
-    from trio_ucx._cli.ends import PAYLOAD_TAG
+    from trio_ucx._cli.paths import PAYLOAD_TAG
     method = os.environ["CORRUPT_METHOD"]
     original = getattr(Connection, method)
     count = 0
@@ -326,8 +397,10 @@ def test_server_refuses_senseless_rounds(change: dict[str, Any]) -> None:
 
 
 GOOD: dict[str, dict[str, Any]] = {
-    "perf": {"perf": 1, "tune": 1, "trio_ucx": "0.1", "ucx": "1.22"},
-    "kind": {"kind": "stream", "seed": "a", "size": 8, "count": 3, "shift": 5},
+    "perf": {"perf": 1, "tune": 1, "plain": 1, "trio_ucx": "0.1", "ucx": "1.22"},
+    "kind": {"kind": "stream", "seed": "a", "size": 8, "count": 3, "shift": 5, "plain": True},
+    "tcp": {"tcp": True},
+    "plain_port": {"plain_port": 1, "token": "a"},
     "open": {"open": [["RNDV_THRESH", "16k"]]},
     "port": {"port": 65535},
     "closed": {"closed": True, "why": ""},
@@ -350,14 +423,14 @@ def test_control_messages() -> None:
         assert found is not None and json.loads(json.dumps(found)) == good
         for name in good:
             rest = {each: value for each, value in good.items() if each != name}
-            assert name == "tune" or read(rest) is None
+            assert name in ("tune", "plain") or read(rest) is None
             for bad in (
                 None,
                 -1,
                 1.5,
                 float("nan"),
                 2**70,
-                0 if name == "port" else [7],
+                0 if name.endswith("port") else [7],
                 {"a": 1},
                 [["x"]],
                 [[[], "y"]],

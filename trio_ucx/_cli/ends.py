@@ -12,6 +12,18 @@ The client leads. Control messages are JSON objects in one tag queue; the payloa
                        <-   verified
     ... more rounds, until the client closes; instead of any answer: error
 
+For a comparison the client asks for plain TCP between the same two processes (:mod:`.paths`). From then on it says of
+each round which way the payloads go.
+
+    client                  server
+    tcp                ->
+                       <-   plain_port    a listener is there, for one stream that begins with the token
+    (connects)
+                       <-   ready
+    or, if it cannot connect:
+    closed             ->
+                       <-   closed        perhaps after a "ready" that has crossed
+
 For ``--tune`` the client asks for a candidate: another connection, between workers with other options on both sides.
 
     client                  server
@@ -50,16 +62,15 @@ from ..ucp import UCXError, Worker, open_worker
 from ..ucp._util import check_integer, printable
 from .errors import CandidateError, PerfError, describe, is_expected
 from .options import Choice, config_of
+from .paths import CONTROL_TAG, Messages, Path, PlainTCP, accept_stream, connect_stream
 from .sizes import MAX_SIZE
 
 PROTOCOL = 1
-#: The version of the part for ``--tune``, which servers of protocol 1 need not know.
+#: The version of the part for ``--tune``, and of that for plain TCP, which servers of protocol 1 need not know.
 TUNING = 1
+PLAIN = 1
 #: The longest control message.
 MAX_CONTROL = 2**14
-CONTROL_TAG = 0
-PAYLOAD_TAG = 1
-
 #: Limits for the payloads of a round: their number, and their bytes (but at least one payload).
 ROUND_MESSAGES = 4096
 ROUND_BYTES = 8 * 2**20
@@ -89,19 +100,21 @@ def round_limit(size: int) -> int:
 
 @attrs.frozen
 class Round:
-    """``count`` messages of ``size`` bytes: the pattern of ``seed`` from byte ``shift`` on."""
+    """``count`` messages of ``size`` bytes: the pattern of ``seed`` from byte ``shift`` on. ``plain``: by plain TCP."""
 
     kind: Kind
     seed: str
     size: int
     count: int
     shift: int
+    plain: bool = False
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Round:
         """Decodes and checks a client's request, because it decides how much memory we use."""
         try:
-            asked = cls(Kind(message["kind"]), **{name: message[name] for name in ("seed", "size", "count", "shift")})
+            names = ("seed", "size", "count", "shift", "plain")
+            asked = cls(Kind(message["kind"]), **{name: message[name] for name in names if name in message})
             sensible = (
                 isinstance(asked.seed, str)
                 and 1 <= asked.size <= MAX_SIZE
@@ -160,7 +173,7 @@ def _pieces(data: memoryview, size: int) -> list[memoryview]:
 
 
 def hello() -> dict[str, Any]:
-    return {"perf": PROTOCOL, "tune": TUNING, "trio_ucx": __version__, "ucx": ucx.release}
+    return {"perf": PROTOCOL, "tune": TUNING, "plain": PLAIN, "trio_ucx": __version__, "ucx": ucx.release}
 
 
 def _text(value: Any) -> str:
@@ -185,14 +198,22 @@ def _true(value: Any) -> bool:
     return value
 
 
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError
+    return value
+
+
 def _choices(value: Any) -> list[Choice]:
     return [(_text(name), _text(choice)) for name, choice in value]
 
 
 #: The entries of each control message, by the entry that identifies the message.
 SHAPES: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "perf": {"perf": _number, "tune": _number, "trio_ucx": _text, "ucx": _text},
-    "kind": {"kind": _text, "seed": _text, "size": _number, "count": _number, "shift": _number},
+    "perf": {"perf": _number, "tune": _number, "plain": _number, "trio_ucx": _text, "ucx": _text},
+    "kind": {"kind": _text, "seed": _text, "size": _number, "count": _number, "shift": _number, "plain": _flag},
+    "tcp": {"tcp": _true},
+    "plain_port": {"plain_port": _port, "token": _text},
     "ready": {"ready": _true},
     "received": {"received": _true},
     "verified": {"verified": _true},
@@ -202,12 +223,17 @@ SHAPES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "error": {"error": _text},
 }
 
+#: What peers leave out that do not know it.
+_DEFAULTS: dict[str, dict[str, Any]] = {"perf": {"tune": 0, "plain": 0}, "kind": {"plain": False}}
+
 
 def read_message(data: bytearray, *wanted: str) -> dict[str, Any] | None:
     """Decodes a control message and makes its texts printable; None if it is none of the ``wanted``."""
     try:
-        message = {"tune": 0, **json.loads(data)}
-        [shape, *_] = [SHAPES[entry] for entry in wanted if entry in message]
+        message = json.loads(data)
+        [entry, *_] = [entry for entry in wanted if entry in message]
+        shape = SHAPES[entry]
+        message = {**_DEFAULTS.get(entry, {}), **message}
         return {name: read(message[name]) for name, read in shape.items()}
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
@@ -252,17 +278,26 @@ async def serve(connection: Connection, turn: trio.Lock, **credentials: Any) -> 
             check_hello(await hear(connection, "perf"))
         async with turn:
             await tell(connection, hello())
-            await _serve_orders(connection, Payloads(), "kind", "open", **credentials)
+            await _serve_orders(connection, Payloads(), "kind", "open", "tcp", "closed", **credentials)
 
 
 async def _serve_orders(connection: Connection, payloads: Payloads, *known: str, **credentials: Any) -> None:
-    while True:
-        with trio.fail_after(PATIENCE):
-            order = await hear(connection, *known)
-            if "open" not in order:
-                await _serve_round(connection, payloads, Round.from_message(order))
-        if "open" in order:
-            await _serve_candidate(connection, payloads, order["open"], credentials)
+    paths: dict[bool, Path] = {False: Messages(connection)}
+    async with AsyncExitStack() as streams:
+        while True:
+            with trio.fail_after(PATIENCE):
+                order = await hear(connection, *known)
+                if "kind" in order:
+                    await _serve_round(connection, payloads, Round.from_message(order), paths)
+                elif "tcp" in order:
+                    stream = await accept_stream(connection, tell)
+                    if stream is not None:
+                        paths[True] = PlainTCP(await streams.enter_async_context(stream))
+                        await tell(connection, {"ready": True})
+                elif "closed" in order:
+                    await tell(connection, {"closed": True, "why": ""})
+            if "open" in order:
+                await _serve_candidate(connection, payloads, order["open"], credentials)
 
 
 @asynccontextmanager
@@ -337,17 +372,18 @@ async def candidate_worker(worker: Worker, asked: Sequence[Choice]) -> AsyncIter
         yield candidate
 
 
-async def _serve_round(connection: Connection, payloads: Payloads, round: Round) -> None:
+async def _serve_round(connection: Connection, payloads: Payloads, round: Round, paths: dict[bool, Path]) -> None:
+    path = paths.get(round.plain)
+    if path is None:
+        raise PerfError("the client asks for a round over plain TCP, which it has not opened")
     _, places = payloads.prepare(round)
     if round.kind is Kind.LATENCY:
         await tell(connection, {"ready": True})
         for place in places:
-            await connection.receive_into(place, tag=PAYLOAD_TAG)
-            await connection.send(place, tag=PAYLOAD_TAG)
+            await path.receive(place)
+            await path.send(place)
     else:
-        async with connection.worker.open_request_group() as group:
-            for place in places:
-                group.receive_into(connection, place, tag=PAYLOAD_TAG)
+        async with path.receiving(places):
             await tell(connection, {"ready": True})
     await tell(connection, {"received": True})
     payloads.verify(round)
@@ -401,6 +437,7 @@ class Client:
         self._authkey = authkey
         self._payloads = payloads or Payloads()
         self._rounds = rounds or _blank_rounds()
+        self._paths: dict[bool, Path] = {False: Messages(connection)}
 
     async def introduce(self) -> dict[str, Any]:
         """Waits for our turn; returns the server's hello."""
@@ -410,9 +447,37 @@ class Client:
             check_hello(answer)
             return answer
 
-    async def run_next(self, kind: Kind, size: int, count: int) -> Timing:
+    @asynccontextmanager
+    async def plain_tcp(self, server: dict[str, Any]) -> AsyncIterator[str]:
+        """Opens plain TCP between the two processes, if that can be had. Yields why not, else nothing.
+
+        Args:
+            server: its hello.
+        """
+        if server["plain"] != PLAIN:
+            yield f"the other side is trio_ucx {server['trio_ucx']}, whose perf cannot"
+            return
+        with _within_patience(f"no answer from the server for {PATIENCE} seconds"):
+            await tell(self.connection, {"tcp": True})
+            answer = await hear(self.connection, "plain_port")
+        try:
+            stream = await connect_stream(self.connection, answer["plain_port"], answer["token"])
+        except OSError as error:
+            with _within_patience(f"no answer from the server for {PATIENCE} seconds"):
+                await tell(self.connection, {"closed": True, "why": ""})
+                while "closed" not in await hear(self.connection, "ready", "closed"):
+                    pass
+            yield str(error)
+            return
+        async with stream:
+            with _within_patience(f"no answer from the server for {PATIENCE} seconds"):
+                await hear(self.connection, "ready")
+            self._paths[True] = PlainTCP(stream)
+            yield ""
+
+    async def run_next(self, kind: Kind, size: int, count: int, *, plain: bool = False) -> Timing:
         """Runs a round with data that differ from the previous one's, see :meth:`run`."""
-        return await self.run(attrs.evolve(next(self._rounds), kind=kind, size=size, count=count))
+        return await self.run(attrs.evolve(next(self._rounds), kind=kind, size=size, count=count, plain=plain))
 
     async def run(self, round: Round) -> Timing:
         """Runs a round, and verifies its data on both ends.
@@ -426,7 +491,7 @@ class Client:
             return await self._run(round)
 
     async def _run(self, round: Round) -> Timing:
-        connection = self.connection
+        connection, path = self.connection, self._paths[round.plain]
         pieces, places = self._payloads.prepare(round)
         await tell(connection, {**attrs.asdict(round), "kind": round.kind.value})
         await hear(connection, "ready")
@@ -435,13 +500,11 @@ class Client:
         if round.kind is Kind.LATENCY:
             for piece, place in zip(pieces, places, strict=True):
                 start = time.perf_counter_ns()
-                await connection.send(piece, tag=PAYLOAD_TAG)
-                await connection.receive_into(place, tag=PAYLOAD_TAG)
+                await path.send(piece)
+                await path.receive(place)
                 round_trips.append(time.perf_counter_ns() - start)
         else:
-            async with connection.worker.open_request_group() as group:
-                for piece in pieces:
-                    group.send(connection, piece, tag=PAYLOAD_TAG)
+            await path.send_many(pieces)
         await hear(connection, "received")
         total = time.perf_counter_ns() - begin
         await hear(connection, "verified")

@@ -10,7 +10,7 @@ import trio
 from .. import ucp
 from .ends import Client, Kind, Timing, round_limit
 
-DEFAULT_SECONDS = 1.5
+DEFAULT_SECONDS = 1.0
 WARM_UP_MESSAGES = 64
 
 #: Reports how much of the measurements is done, from 0 to 1.
@@ -28,12 +28,23 @@ async def chosen_worker(transports: str | None) -> AsyncIterator[ucp.Worker | No
 
 
 async def repeat(
-    client: Client, kind: Kind, size: int, iterations: int | None, seconds: float | None, advance: Advance
+    client: Client,
+    kind: Kind,
+    size: int,
+    iterations: int | None,
+    seconds: float | None,
+    advance: Advance,
+    *,
+    plain: bool = False,
 ) -> list[tuple[Timing, int]]:
-    """Runs rounds for a number of messages or seconds, after a warm-up; returns their times and numbers of messages."""
+    """Runs rounds for a number of messages or seconds, after a warm-up; returns their times and numbers of messages.
+
+    Args:
+        plain: over plain TCP.
+    """
     limit = round_limit(size)
     warm_up = min(WARM_UP_MESSAGES, limit, iterations or limit)
-    warm = await client.run_next(kind, size, warm_up)
+    warm = await client.run_next(kind, size, warm_up, plain=plain)
     seconds = seconds or DEFAULT_SECONDS
     if iterations is None:  # several rounds, even if they are slow
         limit = max(1, min(limit, int(warm_up * seconds * 1e9 / 4 / warm.total)))
@@ -42,7 +53,7 @@ async def repeat(
     begin = trio.current_time()
     while True:
         count = limit if iterations is None else min(limit, iterations - done)
-        timings.append((await client.run_next(kind, size, count), count))
+        timings.append((await client.run_next(kind, size, count, plain=plain), count))
         done += count
         share = done / iterations if iterations else (trio.current_time() - begin) / seconds
         advance(min(share, 1))

@@ -22,8 +22,8 @@ from .. import Connection, NotAdmitted, connect, serve_ucx
 from .._arguments import check_authkey
 from .._version import __version__
 from ..ucp._address import format_address, split_address
-from . import tune
-from .ends import Client, Kind, serve
+from . import quiet, tune
+from .ends import Client, Kind, Timing, serve
 from .errors import EXPECTED, describe
 from .measuring import DEFAULT_SECONDS, Advance, chosen_worker, half_trips, messages_a_second, progress_bar, repeat
 from .pair import AUTHKEY_VARIABLE, run_pair, transport_options
@@ -65,8 +65,8 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "perf",
         help="measure latency, bandwidth and message rate between two processes",
-        description="Measures latency, bandwidth and message rate, and verifies all data. Without ADDRESS and --listen "
-        "between two new processes of this machine.",
+        description="Measures latency, bandwidth and message rate, beside those of plain TCP, and verifies all data. "
+        "Without ADDRESS and --listen between two new processes of this machine.",
         epilog="Two machines: `perf --listen 13337` on one prints what to type on the other, which prints the results. "
         "Both need the same key: a new one that it prints, or the one in --authkey-file or the environment variable "
         f"{AUTHKEY_VARIABLE}.",
@@ -99,7 +99,7 @@ def add_command(commands: Any) -> None:
         "--seconds",
         type=parse_positive(float, "number of seconds"),
         metavar="S",
-        help=f"time per measurement, of which there are two per size (default {DEFAULT_SECONDS}), or {ROUNDS} per "
+        help=f"time per measurement, of which there are four per size (default {DEFAULT_SECONDS}), or {ROUNDS} per "
         f"figure and value with --tune (default {tune.SECONDS})",
     )
     parser.add_argument(
@@ -212,7 +212,11 @@ def other_side(arguments: argparse.Namespace, address: tuple[str, int], new_key:
 
 @attrs.frozen
 class Result:
-    """What was measured for one size; the latency is half of a round trip, a megabyte 10**6 bytes."""
+    """What was measured for one size; the latency is half of a round trip, a megabyte 10**6 bytes.
+
+    Attributes:
+        plain_tcp: the same over plain TCP, if that could be had.
+    """
 
     size: int
     latency_median_us: float
@@ -221,6 +225,7 @@ class Result:
     messages_s: float
     latency_messages: int
     stream_messages: int
+    plain_tcp: Result | None = None
 
 
 async def run_client(arguments: argparse.Namespace) -> int:
@@ -232,30 +237,61 @@ async def run_client(arguments: argparse.Namespace) -> int:
         client = Client(connection, arguments.authkey)
         server = await client.introduce()
         await client.run_next(Kind.LATENCY, 8, 1)  # only after a message UCX knows which lanes it uses
-        header = {
-            "server": {
-                "address": format_address(arguments.address),
-                "trio_ucx": server["trio_ucx"],
-                "ucx": server["ucx"],
-            },
-            "transports": [attrs.asdict(one) for one in connection.endpoint.transports],
-        }
-        if not arguments.json:
-            print(header_text(header), flush=True)
-        results = []
-        for number, size in enumerate(sizes, 1):
-            with progress_bar(f"{format_size(size)} bytes ({number} of {len(sizes)})") as advance:
-                results.append(await measure(client, size, arguments.iterations, arguments.seconds, advance))
+        async with client.plain_tcp(server) as why_not:
+            header = {
+                "server": {
+                    "address": format_address(arguments.address),
+                    "trio_ucx": server["trio_ucx"],
+                    "ucx": server["ucx"],
+                },
+                "transports": [attrs.asdict(one) for one in connection.endpoint.transports],
+                "without_plain_tcp": why_not,
+                "others_percent": await trio.to_thread.run_sync(quiet.others_percent, list(os.sched_getaffinity(0))),
+            }
             if not arguments.json:
-                print(row_text(results[-1]), flush=True)
+                print(header_text(header), flush=True)
+            results = []
+            for number, size in enumerate(sizes, 1):
+                with progress_bar(f"{format_size(size)} bytes ({number} of {len(sizes)})") as advance:
+                    results.append(await measure(client, size, arguments, not why_not, advance))
+                if not arguments.json:
+                    print(row_text(results[-1]), flush=True)
     if arguments.json:
         print(json.dumps({**header, "results": [attrs.asdict(result) for result in results]}, indent=2))
     return 0
 
 
-async def measure(client: Client, size: int, iterations: int | None, seconds: float | None, advance: Advance) -> Result:
-    latency = await repeat(client, Kind.LATENCY, size, iterations, seconds, lambda share: advance(share / 2))
-    stream = await repeat(client, Kind.STREAM, size, iterations, seconds, lambda share: advance((1 + share) / 2))
+async def measure(
+    client: Client, size: int, arguments: argparse.Namespace, with_plain: bool, advance: Advance
+) -> Result:
+    ways = (True, False) if with_plain else (False,)
+    result: Result | None = None
+    for number, plain in enumerate(ways):
+
+        def advance_way(share: float, number: int = number) -> None:
+            advance((number + share) / len(ways))
+
+        result = attrs.evolve(await measure_way(client, size, arguments, plain, advance_way), plain_tcp=result)
+    assert result is not None
+    return result
+
+
+async def measure_way(
+    client: Client, size: int, arguments: argparse.Namespace, plain: bool, advance: Advance
+) -> Result:
+    async def run(kind: Kind, begin: float) -> list[tuple[Timing, int]]:
+        return await repeat(
+            client,
+            kind,
+            size,
+            arguments.iterations,
+            arguments.seconds,
+            lambda share: advance(begin + share / 2),
+            plain=plain,
+        )
+
+    latency = await run(Kind.LATENCY, 0)
+    stream = await run(Kind.STREAM, 0.5)
     trips = half_trips(latency)
     rate = messages_a_second(stream)
     return Result(
@@ -275,16 +311,30 @@ async def measure(client: Client, size: int, iterations: int | None, seconds: fl
 def header_text(header: dict[str, Any]) -> str:
     lanes = ", ".join(dict.fromkeys("/".join(filter(None, one.values())) for one in header["transports"]))
     server = header["server"]
-    return (
-        f"trio_ucx {__version__}; server {server['address']} (trio_ucx {server['trio_ucx']}, UCX {server['ucx']})\n"
-        f"transports: {lanes}\n"
-        "latency: half of a round trip; bandwidth and rate: one way, many in flight; MB: 10^6 bytes; data verified\n\n"
-        f"{'bytes':>8}  {'median us':>10}  {'p99 us':>10}  {'MB/s':>10}  {'messages/s':>11}"
-    )
+    why_not = header["without_plain_tcp"]
+    lines = [
+        f"trio_ucx {__version__}; server {server['address']} (trio_ucx {server['trio_ucx']}, UCX {server['ucx']})",
+        f"transports: {lanes}",
+        f"plain TCP was not measured: {why_not}" if why_not else "TCP: plain TCP between these processes, with Trio",
+        "latency: half of a round trip; bandwidth and rate: one way, many in flight; MB: 10^6 bytes; data verified",
+        *filter(None, [quiet.warning(header["others_percent"])]),
+        "",
+        f"{'bytes':>12}  {'median us':>10}  {'p99 us':>10}  {'MB/s':>10}  {'messages/s':>11}",
+    ]
+    return "\n".join(lines)
 
 
 def row_text(result: Result) -> str:
+    """A line, and one for plain TCP if that was measured."""
+    size = format_size(result.size)
+    lines = [_figures(size, result)]
+    if result.plain_tcp is not None:
+        lines.append(_figures(f"{size} TCP", result.plain_tcp))
+    return "\n".join(lines)
+
+
+def _figures(title: str, result: Result) -> str:
     return (
-        f"{format_size(result.size):>8}  {result.latency_median_us:>10.2f}  {result.latency_p99_us:>10.2f}  "
+        f"{title:>12}  {result.latency_median_us:>10.2f}  {result.latency_p99_us:>10.2f}  "
         f"{result.bandwidth_mb_s:>10.1f}  {result.messages_s:>11,.0f}"
     )

@@ -23,7 +23,7 @@ from ..ucp._engine.ending import CloseState
 from ..ucp._engine.posting import completed
 from ..ucp._live_handles import live_handles
 from ..ucp._memory.buffers import Buffer, WritableBuffer
-from ..ucp._tag import SHORT
+from ..ucp._tag import is_short
 from .closing import Closing
 from .receiving import Receiving
 from .sending import Sending
@@ -208,7 +208,7 @@ class Link:
 
     async def receive_into(self, number: int, buffer: WritableBuffer) -> int:
         """Receives a message into a buffer, and returns its length; a schedule point."""
-        if type(buffer) is bytearray and len(buffer) <= SHORT:
+        if is_short(buffer, writable=True):
             return await self._receive_copied(number, buffer)
         receiving = self.receiving
         receive = receiving.prepare(buffer)
@@ -219,8 +219,8 @@ class Link:
         await self.engine.waiting.schedule_point()
         return len(data)
 
-    async def _receive_copied(self, number: int, buffer: bytearray) -> int:
-        """Receives into a small buffer. Copying to it costs less than pinning it."""
+    async def _receive_copied(self, number: int, buffer: bytearray | memoryview) -> int:
+        """Receives into a short buffer."""
         with memoryview(buffer) as view:  # so that it keeps its size
             small = self.receiving.take_ready(number, len(buffer))
             if small is None:

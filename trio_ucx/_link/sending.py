@@ -31,7 +31,7 @@ from ..ucp._engine.operations import Operation
 from ..ucp._engine.posting import pending_operation, pin
 from ..ucp._memory.buffers import Buffer, Pinned
 from ..ucp._status import broken
-from ..ucp._tag import SHORT
+from ..ucp._tag import is_short
 from .transport import Transport
 
 
@@ -126,16 +126,16 @@ class Sending:
     # ---- the short way ----
 
     def send_short(self, queue: int, data: Buffer) -> SendOperation | bool:
-        """Sends ``bytes`` below the rendezvous threshold, or a short ``bytearray``, if nothing is in the way.
+        """Sends ``bytes`` below the rendezvous threshold, or a short buffer, if nothing is in the way.
 
         Returns:
             False if something is: use :meth:`submit`. True if the message was sent, or added to the batch. Else the
             operation, because UCX could not take it yet.
         """
         if type(data) is not bytes:
-            if type(data) is not bytearray or len(data) > SHORT:
+            if not is_short(data):
                 return False
-            data = bytes(data)  # which costs less than to pin it
+            data = bytes(data)
         size = len(data)
         share = self.share
         if share.handle is None or self.close_handshake.peer is not Peer.OPEN:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import attrs
 
 from .._native import lib
@@ -17,6 +19,16 @@ from ._util import ALL_BITS, OpenedNotConstructed, check_integer
 _TAG = Feature.TAG.value
 #: Bytes of up to this length take the short way.
 SHORT = 4096
+
+
+def is_short(buffer: object, *, writable: bool = False) -> TypeGuard[bytearray | memoryview]:
+    """True if a buffer is so small and simple that to copy it costs less than to pin it."""
+    if type(buffer) is memoryview:
+        if buffer.format != "B" or buffer.ndim != 1 or not buffer.c_contiguous or (writable and buffer.readonly):
+            return False
+    elif type(buffer) is not bytearray:
+        return False
+    return len(buffer) <= SHORT
 
 
 @attrs.define(eq=False, repr=False)

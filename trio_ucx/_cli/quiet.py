@@ -33,11 +33,14 @@ def busy_percent(before: str, after: str, cores: Sequence[int | None]) -> float:
 
 
 def others_percent(cores: Sequence[int | None], seconds: float = 0.5) -> float:
-    """How much of these cores other programs use, while this one does nothing."""
+    """How much of these cores other programs use, while this one does nothing. 0 if the kernel does not say."""
     stat = Path("/proc/stat")
-    before = stat.read_text()
-    time.sleep(seconds)
-    return busy_percent(before, stat.read_text(), cores)
+    try:
+        before = stat.read_text()
+        time.sleep(seconds)
+        return busy_percent(before, stat.read_text(), cores)
+    except OSError:
+        return 0.0
 
 
 def warning(busy: float) -> str:

@@ -1,0 +1,157 @@
+"""The ways of a measurement's payloads: a Connection, and beside it plain TCP between the same two processes.
+
+For plain TCP the server listens at a port of its own for one stream, which must begin with a token that the server has
+sent over the Connection. The two ends talk about the rounds over the Connection all the time.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from hmac import compare_digest
+from typing import Protocol
+
+import trio
+
+from .. import Connection
+from .errors import PerfError
+
+CONTROL_TAG = 0
+PAYLOAD_TAG = 1
+
+#: Seconds that the server waits for a stream, and that the client tries to connect for.
+STREAM_PATIENCE = 10
+#: Seconds that the token may take once a stream is there.
+_TOKEN_PATIENCE = 2
+
+
+class Path(Protocol):
+    """How payloads get to the other end."""
+
+    async def send(self, piece: memoryview) -> None:
+        """Sends one payload."""
+
+    async def receive(self, place: memoryview) -> None:
+        """Receives one payload."""
+
+    async def send_many(self, pieces: Sequence[memoryview]) -> None:
+        """Sends payloads, many in flight."""
+
+    def receiving(self, places: Sequence[memoryview]) -> AbstractAsyncContextManager[None]:
+        """Gets ready to receive payloads; they have arrived at the end of the block."""
+
+
+class Messages:
+    """Payloads are messages of a Connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def send(self, piece: memoryview) -> None:
+        await self._connection.send(piece, tag=PAYLOAD_TAG)
+
+    async def receive(self, place: memoryview) -> None:
+        await self._connection.receive_into(place, tag=PAYLOAD_TAG)
+
+    async def send_many(self, pieces: Sequence[memoryview]) -> None:
+        async with self._connection.worker.open_request_group() as group:
+            for piece in pieces:
+                group.send(self._connection, piece, tag=PAYLOAD_TAG)
+
+    @asynccontextmanager
+    async def receiving(self, places: Sequence[memoryview]) -> AsyncIterator[None]:
+        async with self._connection.worker.open_request_group() as group:
+            for place in places:
+                group.receive_into(self._connection, place, tag=PAYLOAD_TAG)
+            yield
+
+
+class PlainTCP:
+    """Payloads follow each other on a stream of Trio's; both ends know how long they are."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self._stream = stream
+
+    async def send(self, piece: memoryview) -> None:
+        await self._stream.send_all(piece)
+
+    async def receive(self, place: memoryview) -> None:
+        while place:
+            count = await self._stream.socket.recv_into(place)
+            if not count:
+                raise PerfError("the other side has closed the plain TCP connection")
+            place = place[count:]
+
+    async def send_many(self, pieces: Sequence[memoryview]) -> None:
+        for piece in pieces:
+            await self._stream.send_all(piece)
+
+    @asynccontextmanager
+    async def receiving(self, places: Sequence[memoryview]) -> AsyncIterator[None]:
+        yield
+        # The places lie one behind the other: as much at once as there is.
+        await self.receive(memoryview(places[0].obj)[: sum(map(len, places))])
+
+
+# ---- opening the stream ----
+
+
+async def accept_stream(
+    connection: Connection, tell: Callable[[Connection, dict[str, object]], Awaitable[None]]
+) -> trio.SocketStream | None:
+    """The server's part: tells the client where to connect. Returns None if the client goes on without a stream."""
+    address = connection.local_address
+    token = secrets.token_hex()
+    found: trio.SocketStream | None = None
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1" if address is None else address[0])
+    async with listener, trio.open_nursery() as nursery:
+
+        async def until_told() -> None:
+            await connection.wait_message(tag=CONTROL_TAG)  # raises when the client is gone
+            nursery.cancel_scope.cancel()
+
+        nursery.start_soon(until_told)
+        await tell(connection, {"plain_port": listener.socket.getsockname()[1], "token": token})
+        with trio.move_on_after(STREAM_PATIENCE):
+            while found is None:
+                stream = await listener.accept()
+                if await _begins_with(token.encode(), stream):
+                    found = stream
+        nursery.cancel_scope.cancel()
+    return found
+
+
+async def _begins_with(token: bytes, stream: trio.SocketStream) -> bool:
+    """Returns whether the stream begins with the token; if not, closes it."""
+    given = bytearray(len(token))
+    try:
+        with trio.fail_after(_TOKEN_PATIENCE):
+            await PlainTCP(stream).receive(memoryview(given))
+        if compare_digest(given, token):
+            return True
+    except (OSError, PerfError, trio.TooSlowError):
+        pass
+    except BaseException:
+        await trio.aclose_forcefully(stream)
+        raise
+    await trio.aclose_forcefully(stream)
+    return False
+
+
+async def connect_stream(connection: Connection, port: int, token: str) -> trio.SocketStream:
+    """The client's part.
+
+    Raises:
+        OSError: it cannot connect there.
+    """
+    assert connection.remote_address is not None
+    with trio.move_on_after(STREAM_PATIENCE / 2):
+        stream = await trio.open_tcp_stream(connection.remote_address[0], port)
+        try:
+            await stream.send_all(token.encode())
+        except BaseException:
+            await trio.aclose_forcefully(stream)
+            raise
+        return stream
+    raise TimeoutError(f"no answer from port {port}")
