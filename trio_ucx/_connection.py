@@ -449,7 +449,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             sending = link.sending
             # An empty message would be the end of the stream.
             longest = min(sending.credit.window // 4, stream.SMALL_PIECE)
-            short = type(data) in (bytes, bytearray) and 0 < len(data) <= longest
+            short = type(data) in (bytes, bytearray, memoryview) and 0 < len(data) <= longest
             if short and sending.send_short(wire.STREAM, data):
                 await link.engine.waiting.schedule_point()
                 return
