@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import pytest
@@ -710,6 +711,37 @@ async def test_max_unread_with_several_limits(worker: ucp.Worker) -> None:
         with pytest.raises(trio.WouldBlock):
             client.send_nowait(b"", max_unread=9)
         assert await server.receive() == b"1"
+
+
+async def test_closing_ends_waits_that_nothing_else_would_end(worker: ucp.Worker) -> None:
+    """At once, although the close itself waits for the peer, which does not receive a large message."""
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+        ended: list[str] = []
+
+        async def wait(name: str, operation: Callable[[], Awaitable[object]]) -> None:
+            with pytest.raises((trio.ClosedResourceError, trio.BrokenResourceError)):
+                await operation()
+            ended.append(name)
+
+        async def send_large() -> None:
+            with contextlib.suppress(trio.BrokenResourceError):
+                await client.send(bytes(3 * 2**20), tag=2)
+
+        async def close() -> None:
+            with contextlib.suppress(trio.BrokenResourceError):
+                await client.aclose()
+            ended.append("closed")
+
+        await client.send(b"unread", tag=1, max_unread=1)
+        nursery.start_soon(send_large)
+        nursery.start_soon(wait, "any", client.receive_any)
+        nursery.start_soon(wait, "room", partial(client.send, b"", tag=1, max_unread=1))
+        await server.wait_message(tag=2)
+        nursery.start_soon(close)
+        with trio.fail_after(1):
+            await until(lambda: {"any", "room"} <= set(ended))
+        assert "closed" not in ended
+        server.abort()
 
 
 async def test_max_unread_counts_what_waits_for_credit(worker: ucp.Worker) -> None:

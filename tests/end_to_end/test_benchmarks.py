@@ -123,6 +123,7 @@ def test_who_else_uses_the_cores() -> None:
     after = "cpu 9 9 9 9 9 9 9 9 0 0\ncpu0 125 0 0 175 0 0 0 0 0 0\ncpu1 90 0 0 10 0 0 0 0 0 0\nintr 5\n"
     assert quiet.busy_percent(before, after, (0, None)) == 90
     assert quiet.busy_percent(before, after, (0,)) == 25
+    assert quiet.busy_shares(before, after) == {0: 0.25, 1: 0.9}
     assert quiet.warning(25) and not quiet.warning(1)
 
 

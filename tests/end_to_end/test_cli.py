@@ -177,9 +177,20 @@ def test_plain_tcp_that_cannot_be_had() -> None:
         async with open_ends() as (client, server):
             async with client.plain_tcp({**server, "plain": 0}) as why_not:
                 assert why_not == "the other side is trio_ucx 0.1.0, whose perf cannot"
-            with mock.patch.object(trio, "open_tcp_stream", side_effect=ConnectionRefusedError("refused")):
+            for error in (ConnectionRefusedError("refused"), trio.BrokenResourceError("refused")):
+                with mock.patch.object(trio, "open_tcp_stream", side_effect=error):
+                    async with client.plain_tcp(server) as why_not:
+                        assert why_not == "refused"
+                        assert (await client.run_next(ends.Kind.LATENCY, 8, 3)).total > 0
+            with mock.patch.object(trio, "open_tcp_listeners", side_effect=OSError("no port")):
                 async with client.plain_tcp(server) as why_not:
-                    assert why_not == "refused"
+                    assert why_not == "the other side: it cannot listen at another port: no port"
+            with (
+                mock.patch.object(paths, "STREAM_PATIENCE", 0.2),
+                mock.patch.object(ends, "connect_stream", connected_elsewhere),
+            ):
+                async with client.plain_tcp(server) as why_not:
+                    assert re.fullmatch(r"the other side: nobody has connected to port \d+ with the token .*", why_not)
                     assert (await client.run_next(ends.Kind.LATENCY, 8, 3)).total > 0
             async with client.plain_tcp(server) as why_not:
                 assert why_not == ""
@@ -187,6 +198,13 @@ def test_plain_tcp_that_cannot_be_had() -> None:
                     assert (await client.run_next(kind, 70_000, 3, plain=True)).total > 0
 
     trio.run(main)
+
+
+async def connected_elsewhere(connection: trio_ucx.Connection, port: int, token: str) -> trio.SocketStream:
+    """As if something between accepted the stream, and took it nowhere."""
+    one, other = socket.socketpair()
+    other.close()
+    return trio.SocketStream(trio.socket.from_stdlib_socket(one))
 
 
 def test_a_stranger_at_the_plain_port() -> None:
@@ -198,12 +216,12 @@ def test_a_stranger_at_the_plain_port() -> None:
             strangers: list[trio.SocketStream] = []
 
             async def after_strangers(connection: trio_ucx.Connection, port: int, token: str) -> trio.SocketStream:
-                for said in (bytes(16), b"short"):
+                for said in (bytes(100), b"short", b""):
                     stranger = await trio.open_tcp_stream("127.0.0.1", port)
                     strangers.append(stranger)
                     await stranger.send_all(said)
                     if said == b"short":
-                        await stranger.send_eof()
+                        await stranger.send_eof()  # the last one waits, and says nothing
                 return await connect_stream(connection, port, token)
 
             with mock.patch.object(ends, "connect_stream", after_strangers):

@@ -22,7 +22,9 @@ each round which way the payloads go.
                        <-   ready
     or, if it cannot connect:
     closed             ->
-                       <-   closed        perhaps after a "ready" that has crossed
+                       <-   closed        after a "ready", if its stream has come through all the same
+
+Instead of plain_port, or of ready, the server may say closed, with the reason: there is no stream then.
 
 For ``--tune`` the client asks for a candidate: another connection, between workers with other options on both sides.
 
@@ -62,11 +64,11 @@ from ..ucp import UCXError, Worker, open_worker
 from ..ucp._util import check_integer, printable
 from .errors import CandidateError, PerfError, describe, is_expected
 from .options import Choice, config_of
-from .paths import CONTROL_TAG, Messages, Path, PlainTCP, accept_stream, connect_stream
+from .paths import CONTROL_TAG, Messages, Path, PlainTCP, accept_stream, broken_stream, connect_stream
 from .sizes import MAX_SIZE
 
 PROTOCOL = 1
-#: The version of the part for ``--tune``, and of that for plain TCP, which servers of protocol 1 need not know.
+#: The versions of two parts that servers of protocol 1 need not know: for ``--tune``, and for plain TCP.
 TUNING = 1
 PLAIN = 1
 #: The longest control message.
@@ -283,18 +285,24 @@ async def serve(connection: Connection, turn: trio.Lock, **credentials: Any) -> 
 
 async def _serve_orders(connection: Connection, payloads: Payloads, *known: str, **credentials: Any) -> None:
     paths: dict[bool, Path] = {False: Messages(connection)}
+    offered = False  # plain TCP
     async with AsyncExitStack() as streams:
         while True:
             with trio.fail_after(PATIENCE):
                 order = await hear(connection, *known)
                 if "kind" in order:
-                    await _serve_round(connection, payloads, Round.from_message(order), paths)
+                    with broken_stream():
+                        await _serve_round(connection, payloads, Round.from_message(order), paths)
                 elif "tcp" in order:
-                    stream = await accept_stream(connection, tell)
-                    if stream is not None:
-                        paths[True] = PlainTCP(await streams.enter_async_context(stream))
+                    found = await accept_stream(connection, tell)
+                    offered = not isinstance(found, str)
+                    if isinstance(found, str):
+                        await tell(connection, {"closed": True, "why": found})
+                    elif found is not None:
+                        paths[True] = PlainTCP(await streams.enter_async_context(found))
                         await tell(connection, {"ready": True})
-                elif "closed" in order:
+                elif "closed" in order and offered:
+                    offered = False
                     await tell(connection, {"closed": True, "why": ""})
             if "open" in order:
                 await _serve_candidate(connection, payloads, order["open"], credentials)
@@ -459,21 +467,24 @@ class Client:
             return
         with _within_patience(f"no answer from the server for {PATIENCE} seconds"):
             await tell(self.connection, {"tcp": True})
-            answer = await hear(self.connection, "plain_port")
+            answer = await hear(self.connection, "plain_port", "closed")
+        if "closed" in answer:
+            yield f"the other side: {answer['why']}"
+            return
         try:
             stream = await connect_stream(self.connection, answer["plain_port"], answer["token"])
-        except OSError as error:
+        except (OSError, trio.BrokenResourceError) as error:
             with _within_patience(f"no answer from the server for {PATIENCE} seconds"):
                 await tell(self.connection, {"closed": True, "why": ""})
                 while "closed" not in await hear(self.connection, "ready", "closed"):
                     pass
-            yield str(error)
+            yield describe(error)
             return
         async with stream:
             with _within_patience(f"no answer from the server for {PATIENCE} seconds"):
-                await hear(self.connection, "ready")
+                answer = await hear(self.connection, "ready", "closed")
             self._paths[True] = PlainTCP(stream)
-            yield ""
+            yield f"the other side: {answer['why']}" if "closed" in answer else ""
 
     async def run_next(self, kind: Kind, size: int, count: int, *, plain: bool = False) -> Timing:
         """Runs a round with data that differ from the previous one's, see :meth:`run`."""
@@ -487,7 +498,7 @@ class Client:
             trio.BrokenResourceError, trio.EndOfChannel: the server is gone.
         """
         messages = f"{round.count} messages of {round.size} bytes"
-        with _within_patience(f"a round of {messages} did not end in {PATIENCE} seconds"):
+        with _within_patience(f"a round of {messages} did not end in {PATIENCE} seconds"), broken_stream():
             return await self._run(round)
 
     async def _run(self, round: Round) -> Timing:

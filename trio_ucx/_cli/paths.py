@@ -7,8 +7,8 @@ sent over the Connection. The two ends talk about the rounds over the Connection
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from hmac import compare_digest
 from typing import Protocol
 
@@ -94,31 +94,68 @@ class PlainTCP:
         await self.receive(memoryview(places[0].obj)[: sum(map(len, places))])
 
 
+@contextmanager
+def broken_stream() -> Iterator[None]:
+    """Says of which connection an error of the system is.
+
+    Raises:
+        PerfError: the plain TCP connection broke.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise PerfError(f"the plain TCP connection broke: {error}") from error
+
+
 # ---- opening the stream ----
 
 
 async def accept_stream(
     connection: Connection, tell: Callable[[Connection, dict[str, object]], Awaitable[None]]
-) -> trio.SocketStream | None:
-    """The server's part: tells the client where to connect. Returns None if the client goes on without a stream."""
+) -> trio.SocketStream | str | None:
+    """The server's part: tells the client where to connect.
+
+    Returns:
+        The stream; why there is none; None if the client has gone, or has said something else meanwhile.
+    """
     address = connection.local_address
     token = secrets.token_hex()
     found: trio.SocketStream | None = None
-    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1" if address is None else address[0])
-    async with listener, trio.open_nursery() as nursery:
+    told = False
+    try:
+        [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1" if address is None else address[0])
+    except OSError as error:
+        return f"it cannot listen at another port: {error}"
+    port = listener.socket.getsockname()[1]
+    try:
+        async with listener:
+            await tell(connection, {"plain_port": port, "token": token})
+            async with trio.open_nursery() as nursery:
 
-        async def until_told() -> None:
-            await connection.wait_message(tag=CONTROL_TAG)  # raises when the client is gone
-            nursery.cancel_scope.cancel()
+                async def until_told() -> None:
+                    nonlocal told
+                    with suppress(trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel):
+                        await connection.wait_message(tag=CONTROL_TAG)
+                    told = True
+                    nursery.cancel_scope.cancel()
 
-        nursery.start_soon(until_told)
-        await tell(connection, {"plain_port": listener.socket.getsockname()[1], "token": token})
-        with trio.move_on_after(STREAM_PATIENCE):
-            while found is None:
-                stream = await listener.accept()
-                if await _begins_with(token.encode(), stream):
-                    found = stream
-        nursery.cancel_scope.cancel()
+                async def check(stream: trio.SocketStream) -> None:
+                    nonlocal found
+                    if found is None and await _begins_with(token.encode(), stream):
+                        found = stream
+                        nursery.cancel_scope.cancel()
+
+                nursery.start_soon(until_told)
+                with trio.move_on_after(STREAM_PATIENCE):
+                    while True:
+                        nursery.start_soon(check, await listener.accept())
+                nursery.cancel_scope.cancel()
+    except BaseException:
+        if found is not None:
+            await trio.aclose_forcefully(found)
+        raise
+    if found is None and not told:
+        return f"nobody has connected to port {port} with the token in {STREAM_PATIENCE} seconds"
     return found
 
 
@@ -143,7 +180,7 @@ async def connect_stream(connection: Connection, port: int, token: str) -> trio.
     """The client's part.
 
     Raises:
-        OSError: it cannot connect there.
+        OSError, trio.BrokenResourceError: it cannot connect there.
     """
     assert connection.remote_address is not None
     with trio.move_on_after(STREAM_PATIENCE / 2):

@@ -31,6 +31,8 @@ from .sizes import format_size, parse_sizes
 from .trials import ROUNDS
 
 DEFAULT_SIZES = "8,256,4k,64k,1M"
+#: With fewer idle cores, the two processes wait for a core now and then.
+_IDLE = 1.9
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -246,7 +248,7 @@ async def run_client(arguments: argparse.Namespace) -> int:
                 },
                 "transports": [attrs.asdict(one) for one in connection.endpoint.transports],
                 "without_plain_tcp": why_not,
-                "others_percent": await trio.to_thread.run_sync(quiet.others_percent, list(os.sched_getaffinity(0))),
+                "idle_cores": await trio.to_thread.run_sync(quiet.idle_cores, list(os.sched_getaffinity(0))),
             }
             if not arguments.json:
                 print(header_text(header), flush=True)
@@ -264,16 +266,11 @@ async def run_client(arguments: argparse.Namespace) -> int:
 async def measure(
     client: Client, size: int, arguments: argparse.Namespace, with_plain: bool, advance: Advance
 ) -> Result:
-    ways = (True, False) if with_plain else (False,)
-    result: Result | None = None
-    for number, plain in enumerate(ways):
-
-        def advance_way(share: float, number: int = number) -> None:
-            advance((number + share) / len(ways))
-
-        result = attrs.evolve(await measure_way(client, size, arguments, plain, advance_way), plain_tcp=result)
-    assert result is not None
-    return result
+    if not with_plain:
+        return await measure_way(client, size, arguments, False, advance)
+    plain = await measure_way(client, size, arguments, True, lambda share: advance(share / 2))
+    ours = await measure_way(client, size, arguments, False, lambda share: advance((1 + share) / 2))
+    return attrs.evolve(ours, plain_tcp=plain)
 
 
 async def measure_way(
@@ -317,11 +314,18 @@ def header_text(header: dict[str, Any]) -> str:
         f"transports: {lanes}",
         f"plain TCP was not measured: {why_not}" if why_not else "TCP: plain TCP between these processes, with Trio",
         "latency: half of a round trip; bandwidth and rate: one way, many in flight; MB: 10^6 bytes; data verified",
-        *filter(None, [quiet.warning(header["others_percent"])]),
+        *crowded(header["idle_cores"]),
         "",
         f"{'bytes':>12}  {'median us':>10}  {'p99 us':>10}  {'MB/s':>10}  {'messages/s':>11}",
     ]
     return "\n".join(lines)
+
+
+def crowded(idle_cores: float) -> list[str]:
+    """A warning, if other programs leave less than two cores."""
+    if idle_cores > _IDLE:
+        return []
+    return [f"WARNING: other programs leave {idle_cores:.1f} cores to two processes: the figures will vary"]
 
 
 def row_text(result: Result) -> str:

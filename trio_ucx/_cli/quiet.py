@@ -22,25 +22,41 @@ def core_times(text: str) -> dict[int, tuple[int, int]]:
     return found
 
 
-def busy_percent(before: str, after: str, cores: Sequence[int | None]) -> float:
-    """How busy the busiest of these cores was; of all cores if none is given."""
+def busy_shares(before: str, after: str) -> dict[int, float]:
+    """How busy each core was between two texts of ``/proc/stat``, from 0 to 1."""
     then, now = core_times(before), core_times(after)
-    shares = [0.0]
-    for core in then:
-        if (core in cores or None in cores) and core in now and now[core][1] > then[core][1]:
-            shares.append(100 * (now[core][0] - then[core][0]) / (now[core][1] - then[core][1]))
-    return max(shares)
+    return {
+        core: (now[core][0] - then[core][0]) / (now[core][1] - then[core][1])
+        for core in then
+        if core in now and now[core][1] > then[core][1]
+    }
+
+
+def busy_percent(before: str, after: str, cores: Sequence[int | None]) -> float:
+    """How busy the busiest of these cores was; of all cores if None is among them."""
+    shares = busy_shares(before, after)
+    return 100 * max((share for core, share in shares.items() if core in cores or None in cores), default=0.0)
 
 
 def others_percent(cores: Sequence[int | None], seconds: float = 0.5) -> float:
-    """How much of these cores other programs use, while this one does nothing. 0 if the kernel does not say."""
-    stat = Path("/proc/stat")
+    """How much of these cores other programs use, while this one does nothing."""
+    return busy_percent(*_stat_twice(seconds), cores)
+
+
+def idle_cores(cores: Sequence[int], seconds: float = 0.25) -> float:
+    """How many of these cores other programs leave, while this one does nothing. All, if the kernel does not say."""
     try:
-        before = stat.read_text()
-        time.sleep(seconds)
-        return busy_percent(before, stat.read_text(), cores)
+        shares = busy_shares(*_stat_twice(seconds))
     except OSError:
-        return 0.0
+        return len(cores)
+    return len(cores) - sum(shares.get(core, 0.0) for core in cores)
+
+
+def _stat_twice(seconds: float) -> tuple[str, str]:
+    stat = Path("/proc/stat")
+    before = stat.read_text()
+    time.sleep(seconds)
+    return before, stat.read_text()
 
 
 def warning(busy: float) -> str:

@@ -183,7 +183,7 @@ class Conversations:
             talk = self._add(into, into)
         talk.peer_left = True
         talk.by_force = by_force
-        if not talk.left:  # else nobody uses it here
+        if not talk.left:  # else nothing waits here any more
             problem = talk.problem()
             assert problem is not None
             self._end_sends(talk, problem)
@@ -194,9 +194,8 @@ class Conversations:
 
     def _end_sends(self, talk: ChannelState, error: Exception) -> None:
         """Ends the sends that wait for credit, or until the peer has fewer messages unread."""
-        self._sending.withdraw(talk.out, error)
         self._sending.unread.forget(talk.out)
-        self._sending.share.operations.changed()
+        self._sending.withdraw(talk.out, error)
 
     def _free_if_over(self, talk: ChannelState) -> None:
         if talk.left and talk.peer_left and self.channels.pop(talk.into, None) is talk:

@@ -163,7 +163,10 @@ class Sending:
         return True if verdict == 0 else self._keep(verdict, queue, data)
 
     def _begin_batch(self) -> bool:
-        """Begins a batch if what is about to be sent closely follows something else. Returns whether it did."""
+        """Begins a batch if the small message that is about to be sent closely follows another one.
+
+        Returns whether it did. If not, the next one is compared with this one.
+        """
         now = perf_counter()
         count = self.engine.progress_count  # it grows when the sender waits for anything in between
         defer = count == self._sent_count and now - self._sent_at < MOMENT and self._defers
@@ -288,13 +291,13 @@ class Sending:
             self.internal_error(error)
 
     def add_frame(self, frame: wire.Frame) -> None:
-        """Sends a control frame; with the next batch, if it closely follows a small message. Never raises."""
+        """Sends a control frame that nobody waits for: as a small message, which may go with a batch. Never raises."""
         try:
             if self.share.handle is not None and (self.batch.parts or self._begin_batch()):
                 if self.batch.add(wire.CONTROL, wire.encode_frame(frame)):
                     self.send_batch()
             else:
-                self._sent_count = -1  # a message that comes next need not wait
+                self._sent_count = -1  # a message that comes next, perhaps a request, follows no message
                 self.post_frame(frame)
         except Exception as error:  # as in send_frame
             self.internal_error(error)
@@ -351,11 +354,13 @@ class Sending:
         return all(send.cancelled and (send.queue != wire.STREAM or send in spare) for send in self._in_flight())
 
     def withdraw(self, queue: int, error: Exception) -> None:
-        """Ends the sends of a tag queue that wait for credit, or for room in it."""
+        """Ends the sends of a tag queue that wait for credit, or for room in it. All waits look again."""
         if self.credit.waiting:
             for send in [send for send in self.credit.waiting if send.queue == queue]:
                 send.withdraw(error)
             self.send_waiting()
+        else:
+            self.share.operations.changed()
 
     def withdraw_stream(self, error: Exception) -> None:
         """Ends the pieces of the byte stream that wait for credit. Messages that wait for credit go on waiting."""

@@ -22,9 +22,10 @@ SHORT = 4096
 
 
 def is_short(buffer: object, *, writable: bool = False) -> TypeGuard[bytearray | memoryview]:
-    """True if a buffer is so small and simple that to copy it costs less than to pin it."""
+    """True if a buffer is so small that to copy it costs less than to pin it, and it is surely in host memory."""
     if type(buffer) is memoryview:
-        if buffer.format != "B" or buffer.ndim != 1 or not buffer.c_contiguous or (writable and buffer.readonly):
+        simple = buffer.format == "B" and buffer.ndim == 1 and buffer.c_contiguous
+        if not simple or (writable and buffer.readonly) or type(buffer.obj) not in (bytes, bytearray):
             return False
     elif type(buffer) is not bytearray:
         return False

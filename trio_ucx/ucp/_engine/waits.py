@@ -100,16 +100,19 @@ class Pending:
     def finish(self, result: Outcome[Any]) -> None:
         if self.outcome is not None:
             return
-        task, parked_at = self._task, self.parked_at
+        task, self._task = self._task, None
+        parked_at = self.parked_at
         led = task is not None and parked_at is not None and parked_at.leader is task
-        # First what may fail: then the wait goes on, and can be cancelled.
-        if led:
-            parked_at.wake_leader()  # type: ignore[union-attr]
-        elif task is not None:
-            trio.lowlevel.reschedule(task, Value(None))
+        try:
+            if led:
+                parked_at.wake_leader()  # type: ignore[union-attr]
+            elif task is not None:
+                trio.lowlevel.reschedule(task, Value(None))
+        except BaseException:
+            self._task = task  # it still waits, and can be cancelled
+            raise
         self.outcome = result
         if task is not None:
-            self._task = None
             if parked_at is not None:
                 self.parked_at = None
                 parked_at.woken += 1
@@ -392,7 +395,7 @@ class Waiting:
     def wake_leader(self) -> None:
         """Lets the leader run in the next round, if there is one."""
         if self.leader is None or self._engine.handle is None:
-            return  # the close has woken it, and the descriptor may be another's
+            return  # a closed worker has woken it, and its descriptor may be another's by now
         # A signal to the worker would not do: the next arming consumes it.
         try:
             trio.lowlevel.notify_closing(self._engine.progress_task.efd)
