@@ -190,7 +190,7 @@ def test_plain_tcp_that_cannot_be_had() -> None:
                 mock.patch.object(ends, "connect_stream", connected_elsewhere),
             ):
                 async with client.plain_tcp(server) as why_not:
-                    assert re.fullmatch(r"the other side: nobody has connected to port \d+ with the token .*", why_not)
+                    assert re.fullmatch(r"the other side: nobody has connected to port \d+ with the token", why_not)
                     assert (await client.run_next(ends.Kind.LATENCY, 8, 3)).total > 0
             async with client.plain_tcp(server) as why_not:
                 assert why_not == ""

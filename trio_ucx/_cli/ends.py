@@ -64,7 +64,7 @@ from ..ucp import UCXError, Worker, open_worker
 from ..ucp._util import check_integer, printable
 from .errors import CandidateError, PerfError, describe, is_expected
 from .options import Choice, config_of
-from .paths import CONTROL_TAG, Messages, Path, PlainTCP, accept_stream, broken_stream, connect_stream
+from .paths import CONTROL_TAG, ConnectionPath, PayloadPath, StreamPath, accept_stream, broken_stream, connect_stream
 from .sizes import MAX_SIZE
 
 PROTOCOL = 1
@@ -284,7 +284,7 @@ async def serve(connection: Connection, turn: trio.Lock, **credentials: Any) -> 
 
 
 async def _serve_orders(connection: Connection, payloads: Payloads, *known: str, **credentials: Any) -> None:
-    paths: dict[bool, Path] = {False: Messages(connection)}
+    paths: dict[bool, PayloadPath] = {False: ConnectionPath(connection)}
     offered = False  # plain TCP
     async with AsyncExitStack() as streams:
         while True:
@@ -299,7 +299,7 @@ async def _serve_orders(connection: Connection, payloads: Payloads, *known: str,
                     if isinstance(found, str):
                         await tell(connection, {"closed": True, "why": found})
                     elif found is not None:
-                        paths[True] = PlainTCP(await streams.enter_async_context(found))
+                        paths[True] = StreamPath(await streams.enter_async_context(found))
                         await tell(connection, {"ready": True})
                 elif "closed" in order and offered:
                     offered = False
@@ -380,7 +380,9 @@ async def candidate_worker(worker: Worker, asked: Sequence[Choice]) -> AsyncIter
         yield candidate
 
 
-async def _serve_round(connection: Connection, payloads: Payloads, round: Round, paths: dict[bool, Path]) -> None:
+async def _serve_round(
+    connection: Connection, payloads: Payloads, round: Round, paths: dict[bool, PayloadPath]
+) -> None:
     path = paths.get(round.plain)
     if path is None:
         raise PerfError("the client asks for a round over plain TCP, which it has not opened")
@@ -445,7 +447,7 @@ class Client:
         self._authkey = authkey
         self._payloads = payloads or Payloads()
         self._rounds = rounds or _blank_rounds()
-        self._paths: dict[bool, Path] = {False: Messages(connection)}
+        self._paths: dict[bool, PayloadPath] = {False: ConnectionPath(connection)}
 
     async def introduce(self) -> dict[str, Any]:
         """Waits for our turn; returns the server's hello."""
@@ -483,7 +485,7 @@ class Client:
         async with stream:
             with _within_patience(f"no answer from the server for {PATIENCE} seconds"):
                 answer = await hear(self.connection, "ready", "closed")
-            self._paths[True] = PlainTCP(stream)
+            self._paths[True] = StreamPath(stream)
             yield f"the other side: {answer['why']}" if "closed" in answer else ""
 
     async def run_next(self, kind: Kind, size: int, count: int, *, plain: bool = False) -> Timing:

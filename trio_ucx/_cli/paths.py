@@ -26,7 +26,7 @@ STREAM_PATIENCE = 10
 _TOKEN_PATIENCE = 2
 
 
-class Path(Protocol):
+class PayloadPath(Protocol):
     """How payloads get to the other end."""
 
     async def send(self, piece: memoryview) -> None:
@@ -42,7 +42,7 @@ class Path(Protocol):
         """Gets ready to receive payloads; they have arrived at the end of the block."""
 
 
-class Messages:
+class ConnectionPath:
     """Payloads are messages of a Connection."""
 
     def __init__(self, connection: Connection) -> None:
@@ -67,7 +67,7 @@ class Messages:
             yield
 
 
-class PlainTCP:
+class StreamPath:
     """Payloads follow each other on a stream of Trio's; both ends know how long they are."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
@@ -141,12 +141,13 @@ async def accept_stream(
 
                 async def check(stream: trio.SocketStream) -> None:
                     nonlocal found
-                    if found is None and await _begins_with(token.encode(), stream):
+                    if await _begins_with(token.encode(), stream):
+                        assert found is None  # nobody else has the token
                         found = stream
                         nursery.cancel_scope.cancel()
 
                 nursery.start_soon(until_told)
-                with trio.move_on_after(STREAM_PATIENCE):
+                with trio.move_on_after(STREAM_PATIENCE), suppress(OSError):  # no descriptor is left, say
                     while True:
                         nursery.start_soon(check, await listener.accept())
                 nursery.cancel_scope.cancel()
@@ -155,7 +156,7 @@ async def accept_stream(
             await trio.aclose_forcefully(found)
         raise
     if found is None and not told:
-        return f"nobody has connected to port {port} with the token in {STREAM_PATIENCE} seconds"
+        return f"nobody has connected to port {port} with the token"
     return found
 
 
@@ -164,7 +165,7 @@ async def _begins_with(token: bytes, stream: trio.SocketStream) -> bool:
     given = bytearray(len(token))
     try:
         with trio.fail_after(_TOKEN_PATIENCE):
-            await PlainTCP(stream).receive(memoryview(given))
+            await StreamPath(stream).receive(memoryview(given))
         if compare_digest(given, token):
             return True
     except (OSError, PerfError, trio.TooSlowError):
