@@ -299,7 +299,8 @@ def test_name_of_a_process_that_is_asked() -> None:
 
 @pytest.mark.parametrize("shape", [name for name, shape in ends.SHAPES.items() if ends._text in shape.values()])
 def test_control_messages_of_perf(shape: str) -> None:
-    values: dict[Callable[[Any], Any], Any] = {ends._text: EVIL, ends._number: 1, ends._true: True}
+    readers = {ends._text: EVIL, ends._number: 1, ends._port: 1, ends._true: True, ends._flag: True}
+    values: dict[Callable[[Any], Any], Any] = readers
     message = {name: values[read] for name, read in ends.SHAPES[shape].items()}
     decoded = ends.read_message(bytearray(json.dumps(message).encode()), shape)
     assert decoded is not None

@@ -187,7 +187,12 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link.check()
         if max_unread is not None:
             await link.wait_unread(tag, check_max_unread(max_unread))
-        await link.send(tag, data)
+        # As Link.send, without the call: every message passes here.
+        sent = link.sending.send_short(tag, data)
+        if sent is True:
+            await link.engine.waiting.schedule_point()
+        else:
+            await completed(sent or link.sending.submit(tag, data), link.engine)
 
     @enable_ki_protection
     def send_nowait(self, data: Buffer, *, tag: int = 0, max_unread: int | None = None) -> None:
@@ -228,10 +233,19 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         if type(tag) is not int or not 0 <= tag <= wire.MAX_TAG:
             tag = check_tag(tag)
         link = self._link
-        limit = link.receiving.max_message_size if max_size is None else check_max_size(max_size)
+        receiving = link.receiving
+        limit = receiving.max_message_size if max_size is None else check_max_size(max_size)
         await trio.lowlevel.checkpoint_if_cancelled()
         link.check()
-        return await link.receive(tag, limit)
+        # As Link.receive, without the call.
+        data = receiving.take_ready(tag, limit)
+        if data is not None:
+            await link.engine.waiting.schedule_point()
+            return data
+        receive = receiving.receive(tag, Want.BYTES, limit)
+        if receive.outcome is None:
+            return cast(bytes, await link.engine.waiting.wait(receive))
+        return cast(bytes, await completed(receive, link.engine))
 
     @enable_ki_protection
     async def receive_into(self, buffer: WritableBuffer, *, tag: int = 0) -> int:

@@ -201,10 +201,7 @@ class Link:
         if data is not None:
             await self.engine.waiting.schedule_point()
             return data
-        receive = self.receiving.receive(number, Want.BYTES, limit)
-        if receive.outcome is None:
-            return cast(bytes, await self.engine.waiting.wait(receive))
-        return cast(bytes, await completed(receive, self.engine))
+        return cast(bytes, await completed(self.receiving.receive(number, Want.BYTES, limit), self.engine))
 
     async def receive_into(self, number: int, buffer: WritableBuffer) -> int:
         """Receives a message into a buffer, and returns its length; a schedule point."""

@@ -154,27 +154,20 @@ class Sending:
         if small:
             defer = True
             if not batch.parts:
-                defer = self._begin_batch()
+                # Does it closely follow another? Not where its sender waited for anything in between.
+                now = perf_counter()
+                count = self.engine.progress_count
+                defer = count == self._sent_count and now - self._sent_at < MOMENT and self._defers
+                self._sent_at = now
+                self._sent_count = count
+                if defer:
+                    self.engine.batches.defer(self)
             if defer:
                 if batch.add(queue, data):
                     self.send_batch()
                 return True
         verdict = self.transport.send_bytes(queue, data)
         return True if verdict == 0 else self._keep(verdict, queue, data)
-
-    def _begin_batch(self) -> bool:
-        """Begins a batch if the small message that is about to be sent closely follows another one.
-
-        Returns whether it did. If not, the next one is compared with this one.
-        """
-        now = perf_counter()
-        count = self.engine.progress_count  # it grows when the sender waits for anything in between
-        defer = count == self._sent_count and now - self._sent_at < MOMENT and self._defers
-        self._sent_at = now
-        self._sent_count = count
-        if defer:
-            self.engine.batches.defer(self)
-        return defer
 
     def _keep(self, verdict: int, queue: int, data: bytes) -> SendOperation:
         """UCX has not taken a message, or a batch, at once: it needs it for a while, or refuses it."""
@@ -291,14 +284,17 @@ class Sending:
             self.internal_error(error)
 
     def add_frame(self, frame: wire.Frame) -> None:
-        """Sends a control frame that nobody waits for: as a small message, which may go with a batch. Never raises."""
+        """Sends a control frame that nobody waits for; with a batch, if it closely follows a message. Never raises."""
         try:
-            if self.share.handle is not None and (self.batch.parts or self._begin_batch()):
-                if self.batch.add(wire.CONTROL, wire.encode_frame(frame)):
-                    self.send_batch()
-            else:
-                self._sent_count = -1  # a message that comes next, perhaps a request, follows no message
+            batch = self.batch
+            waited = self._sent_count != self.engine.progress_count or perf_counter() - self._sent_at > MOMENT
+            if self.share.handle is None or not (batch.parts or (self._defers and not waited)):
                 self.post_frame(frame)
+                return
+            if not batch.parts:
+                self.engine.batches.defer(self)
+            if batch.add(wire.CONTROL, wire.encode_frame(frame)):
+                self.send_batch()
         except Exception as error:  # as in send_frame
             self.internal_error(error)
 
