@@ -42,19 +42,25 @@ def test_no_violation(tmp_path: Path, transports: str, seed: int) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", broken.KINDS)
 def test_broken_library_is_noticed(tmp_path: Path, kind: str, seed: int) -> None:
-    plan = injector.Plan(
-        tmp_path,
-        seconds=6,
-        seed=seed,
-        transports="tcp",
-        clients=2,
-        faults=False,
-        broken=kind,
-        patience=4,
-        ending=5,
-    )
-    violations, figures = soak.soak(plan)
-    kinds = {violation.kind for violation in violations}
+    """A soak on a busy machine may have too little load to run into the fault: then there is another one."""
     expected = {"grant": {"stalled"}, "double": {"doubled"}, "wakeup": {"stalled", "slow ping", "never ended"}}
-    assert kinds & expected[kind], kinds
-    assert figures.seconds < 20, "the soak has taken too long to find out"
+    kinds: set[str] = set()
+    for attempt in range(3):
+        plan = injector.Plan(
+            tmp_path / str(attempt),
+            seconds=6,
+            seed=seed + attempt,
+            transports="tcp",
+            clients=2,
+            faults=False,
+            broken=kind,
+            patience=4,
+            ending=5,
+        )
+        plan.folder.mkdir()
+        violations, figures = soak.soak(plan)
+        assert figures.seconds < 20, "the soak has taken too long to find out"
+        kinds = {violation.kind for violation in violations}
+        if kinds & expected[kind]:
+            return
+    raise AssertionError(kinds)
