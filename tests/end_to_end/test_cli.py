@@ -200,6 +200,11 @@ def test_plain_tcp_that_cannot_be_had() -> None:
     trio.run(main)
 
 
+def test_warning_of_busy_cores() -> None:
+    assert perf.crowded(0.96) == ["WARNING: only 1.0 cores are free for two processes: the figures will vary"]
+    assert perf.crowded(1.95) == []
+
+
 async def connected_elsewhere(connection: trio_ucx.Connection, port: int, token: str) -> trio.SocketStream:
     """As if something between accepted the stream, and took it nowhere."""
     one, other = socket.socketpair()

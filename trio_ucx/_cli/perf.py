@@ -322,10 +322,10 @@ def header_text(header: dict[str, Any]) -> str:
 
 
 def crowded(idle_cores: float) -> list[str]:
-    """A warning, if other programs leave less than two cores."""
+    """A warning, if less than two cores are free."""
     if idle_cores > _IDLE:
         return []
-    return [f"WARNING: other programs leave {idle_cores:.1f} cores to two processes: the figures will vary"]
+    return [f"WARNING: only {idle_cores:.1f} cores are free for two processes: the figures will vary"]
 
 
 def row_text(result: Result) -> str:
