@@ -80,7 +80,7 @@ class Library:
 def has_unexpected_messages(worker: ucp.Worker) -> bool:
     """Whether UCX still has messages of Connections, which the library should have taken."""
     engine = internals(worker)
-    engine.progress()
+    engine.reap()
     lib.tu_worker_claim_messages(engine.handle, 0, 0)  # or the probe would match none of them
     try:
         return bool(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,9 +130,8 @@ class SimulatedEngine:
         #: The sending halves with a deferred batch.
         self.deferred: set[Any] = set()
         self.errors: list[BaseException] = []
-        #: What progress delivers, from within the calls of the program; None: nothing, messages arrive between them.
-        self.prompt: Callable[[], object] | None = None
-        self._delivering = False
+        #: Lets some of what was sent to this side arrive.
+        self.arrive: Callable[[], object] = lambda: None
         self._last_id = 0
 
     def next_id(self) -> int:
@@ -153,24 +153,14 @@ class SimulatedEngine:
         for one in deferred:
             one.send_batch()
 
-    def progress(self) -> None:
-        if self.prompt is not None and not self._delivering:
-            self.prompt()
+    def submit(self) -> None:
+        pass
+
+    def reap(self) -> None:
+        self.arrive()
 
     def watch_events(self) -> None:
         pass
-
-    def without_delivery(self, function: Callable[[], None]) -> bool:
-        """What is not delivered now is delivered by a later step."""
-        before, self._delivering = self._delivering, True
-        try:
-            function()
-        finally:
-            self._delivering = before
-        return False
-
-    def deliver_after(self, function: Callable[[], None]) -> None:
-        self.without_delivery(function)
 
     def keep(self, id: int, what: object) -> None:
         self.teardown.unrecorded[id] = what
@@ -344,13 +334,10 @@ class SimulatedTransport(Transport):
                     taken.append(thing)
         engine.tag_dispatch.arena = memoryview(bytes(arena))
 
-        def arrive() -> None:
-            deliver(engine, [field for row in rows for field in row])
-            deliver_failures(engine)
-            for message in taken:
-                message.taken()
-
-        engine.without_delivery(lambda: self.engine.without_delivery(arrive))
+        deliver(engine, [field for row in rows for field in row])
+        deliver_failures(engine)
+        for message in taken:
+            message.taken()
         if aborted is not None:
             while peer.transfers or peer.dying:  # the peer waits for them
                 peer.finish_transfer(0)
@@ -731,13 +718,10 @@ class World:
         self.sides = [Side(window, threshold) for _ in range(2)]
         a, b = self.sides
         a.transport.peer, b.transport.peer = b.transport, a.transport
+        for side in self.sides:
+            side.engine.arrive = partial(self.other(side).transport.deliver, 3)
         #: Which sides know that the other has gone.
         self._told: set[Side] = set()
-
-    def toggle_prompt(self, side: Side) -> None:
-        """From now on what has been sent to a side arrives whenever it progresses; or no more."""
-        transport = self.other(side).transport
-        side.engine.prompt = None if side.engine.prompt else lambda: transport.deliver(3)
 
     def other(self, side: Side) -> Side:
         return self.sides[side is self.sides[0]]

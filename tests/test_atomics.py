@@ -34,7 +34,6 @@ from trio_ucx import ucp
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _connecting as connecting
 from trio_ucx.ucp._connecting import connect_beside
-from trio_ucx.ucp._engine.endpoint_core import EndpointCore
 from trio_ucx.ucp._rma import access_paths
 
 
@@ -252,29 +251,6 @@ async def test_atomics_end_with_their_endpoint(transports: str, way: str) -> Non
                     for _ in range(10):
                         await trio.sleep(0)
                     abort_way(endpoint)
-
-
-async def test_endpoint_that_fails_while_one_beside_it_is_made(
-    transports: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Making an endpoint progresses the worker: the one beside it is closed, too."""
-    async with open_two(transports) as (worker, owner):
-        endpoint = await worker.open_endpoint(owner.address)
-        core = internals(endpoint)
-        make = connecting._make
-
-        def make_while_it_fails(*arguments: Any) -> EndpointCore:
-            made = make(*arguments)
-            core.fail(ucp.UCXError(ucp.Status.CONNECTION_RESET, "the peer has gone"))
-            return made
-
-        monkeypatch.setattr(connecting, "_make", make_while_it_fails)
-        beside = connect_beside(core)
-        with pytest.raises(trio.BrokenResourceError):
-            beside.check()
-        with trio.fail_after(15):
-            await until(lambda: not core.engine.endpoints)
-        endpoint.abort()
 
 
 async def test_addresses_whose_uid_is_elsewhere(transports: str, monkeypatch: pytest.MonkeyPatch) -> None:

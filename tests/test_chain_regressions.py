@@ -573,6 +573,6 @@ async def test_closed_and_its_connection_ended_before_the_end_of_the_run_is_deli
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(run)
                     await until(lambda: internals(worker).in_flight)
-                    internals(worker).without_delivery(end)
+                    end()
                 await until(lambda: len(freed) == 1)
     assert told and not any(told)

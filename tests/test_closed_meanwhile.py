@@ -36,7 +36,7 @@ async def test_raw_listener_that_was_waited_for(worker: ucp.Worker) -> None:
         await trio.testing.wait_all_tasks_blocked()
         endpoint = await worker.open_endpoint(listener.address)
         while not listener._core.unanswered:
-            internals(worker).progress()  # and no other task runs
+            internals(worker).reap()  # and no other task runs
         listener._core.close()
     endpoint.abort()
 
@@ -55,8 +55,8 @@ async def test_waiting_for_streams(transports: str) -> None:
             await trio.testing.wait_all_tasks_blocked()
             group.stream_send(client, b"x")  # no checkpoint: no other task may run before the worker is closed
             while internals(other).receivers.stream_watchers:
-                internals(worker).progress()
-                internals(other).progress()
+                internals(worker).reap()
+                internals(other).reap()
             close_worker_at_once(other)
             server.abort()
 

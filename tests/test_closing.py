@@ -186,7 +186,7 @@ async def test_peer_that_aborts_and_ends(worker: ucp.Worker, transports: str) ->
                 await nothing_happens(0.01)
                 client.abort()
                 close_worker_at_once(other)
-                internals(worker).progress()
+                internals(worker).reap()
     assert reasons == ["aborted"] * 60
 
 

@@ -131,7 +131,7 @@ async def test_cancelled_while_it_gets_something(transports: str, what: str) -> 
             if what == "message":
                 client.send_nowait(b"not lost")
                 internals(client.worker).batches.send_all()
-                internals(worker).progress()  # before the cancelled task runs
+                internals(worker).reap()  # before the cancelled task runs
             else:
                 server._link.closing.cut_off("broken", "is lost")
         if what == "message":
@@ -172,7 +172,7 @@ def test_interrupted_while_it_gets_something() -> None:
             def deliver() -> None:
                 client.send_nowait(b"not lost")
                 internals(client.worker).batches.send_all()
-                internals(worker).progress()
+                internals(worker).reap()
 
             @trio.lowlevel.enable_ki_protection
             async def interrupt() -> None:
@@ -257,7 +257,7 @@ async def test_not_led_if_the_wait_ends_while_arming() -> None:
             await lead()
             assert engine.arming.state is State.SUSPENDED
             far.abort()
-            internals(client.worker).progress()
+            internals(client.worker).reap()
             time.sleep(0.05)  # it arrives, and nobody looks
             with pytest.raises(trio.BrokenResourceError):
                 await near.wait_closed()
@@ -284,7 +284,7 @@ async def test_a_leader_that_is_not_woken_can_be_cancelled(transports: str, monk
             client.send_nowait(b"x")
             internals(client.worker).batches.send_all()
             while not failed:
-                internals(worker).progress()  # delivers before the leader runs
+                internals(worker).reap()  # delivers before the leader runs
         nursery.cancel_scope.cancel()
         with trio.fail_after(10):
             await until(lambda: not nursery.child_tasks)

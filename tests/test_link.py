@@ -49,8 +49,6 @@ BESIDE_A_FULL_QUEUE = (
     *("deliver", "deliver", "transfer", "flush", "busy"),
     *("send", "refuse", "receive", "receive", "cancel_receive", "refuse_receive"),
 )
-#: What has arrived is delivered within calls of the program, too.
-PROMPT = (*ACTIONS, "prompt", "prompt")
 ENDS = ("send_eof", "close", "close", "abort")
 ENDINGS = ("close", "eof", "leave")
 NUMBERS = 3 * len(SIZES)
@@ -66,8 +64,6 @@ def step(world: World, action: str, which: int, number: int) -> None:
         side.transport.finish_transfer(number)
     elif action == "flush":
         side.engine.send_deferred()
-    elif action == "prompt":
-        world.toggle_prompt(side)
     elif action == "busy":
         side.transport.busy = not side.transport.busy
     elif action == "refuse":
@@ -153,7 +149,7 @@ def _finish(world: World, ending: str, *, aborted: bool) -> None:
 
 
 STEPS = st.tuples(
-    st.one_of(*[st.sampled_from(PROMPT)] * 4, st.sampled_from(ENDS)),
+    st.one_of(*[st.sampled_from(ACTIONS)] * 4, st.sampled_from(ENDS)),
     st.integers(0, 1),
     st.integers(0, NUMBERS - 1),
 )
@@ -173,10 +169,9 @@ def test_any_interleaving_delivers_in_order(steps: list[Step], ending: str, wind
 
 def random_program(seed: int) -> tuple[list[Step], str, int, int]:
     chance = random.Random(seed)
-    actions = PROMPT if seed % 3 == 0 else ACTIONS
     steps = []
     for _ in range(chance.randrange(20, 120)):
-        action = chance.choice(actions if chance.random() < 0.98 else ENDS)
+        action = chance.choice(ACTIONS if chance.random() < 0.98 else ENDS)
         steps.append((action, chance.randrange(2), chance.randrange(NUMBERS)))
     return steps, chance.choice(ENDINGS), chance.choice(WINDOWS), chance.choice(THRESHOLDS)
 
@@ -455,9 +450,7 @@ def test_both_sides_leave_a_conversation_at_once(world: World, by_force: bool, w
             world.sides[0].send(1, 300)  # there is room for it
         b.conversations.leave(answer, by_force=by_force)
         world.sides[0].transport.busy = True
-        world.toggle_prompt(world.sides[0])
         a.conversations.leave(talk)
-        world.toggle_prompt(world.sides[0])
         world.sides[0].transport.busy = False
         world.run(act=waits)
         for receiving in (a, b):

@@ -227,18 +227,6 @@ def test_get_that_fails(side: OneSide) -> None:
     assert side.get(1) is core
 
 
-def test_get_of_one_that_fails_meanwhile(side: OneSide) -> None:
-    """Making an endpoint progresses the worker."""
-
-    def make() -> Core:
-        core = side.make()
-        core.handle = None
-        return core
-
-    assert side.peer_worker.get(1, WITH, make) is not None
-    assert side.standing() == Standing(1)
-
-
 def test_endpoint_that_is_left_is_kept_for_a_moment(side: OneSide, clock: Clock) -> None:
     core = side.get(1)
     side.leave(core, reusable=True)
@@ -352,23 +340,6 @@ def test_old_endpoint_that_has_ended(side: OneSide) -> None:
     old.close()
     assert side.standing() == Standing(2, 2, True)
     assert side.get(2) is new
-
-
-def test_endpoints_are_closed_while_others_are(side: OneSide, clock: Clock) -> None:
-    """Closing one progresses the worker, in which others fail."""
-    first, second = side.get(1, greeted=False), side.get(2, greeted=False)
-    for core in (first, second):
-        side.leave(core, reusable=False)
-    close = first.close
-
-    def close_both() -> None:
-        close()
-        second.close()
-
-    first.close = close_both  # type: ignore[method-assign]
-    clock.pass_idle_time()
-    side.peer_worker.close_idle()
-    assert first.gone and second.gone and side.peer_worker.idle == 0
 
 
 def test_peers_that_only_said_they_were_there() -> None:
@@ -527,7 +498,6 @@ def _make(engine: Any, label: str, options: Any, create: Callable[[int, Any], in
     if create(0, made) != Status.OK:
         raise OSError(errno.EHOSTUNREACH, "UCX cannot make it")
     [endpoint] = made
-    node.world.progress(endpoint)
     return endpoint
 
 
@@ -803,8 +773,6 @@ class World:
         self.nodes: list[Node] = []
         for _ in range(2):
             self.sides.append([self.open()])
-        #: What happens while the next endpoint is made.
-        self.meanwhile: int | None = None
 
     def open(self) -> Node:
         node = Node(self, len(self.nodes))
@@ -925,20 +893,6 @@ class World:
         """A worker has no room for another connection."""
         chance.choice(chance.choice(self.sides)).is_full = True
 
-    def during_progress(self, chance: random.Random) -> None:
-        self.meanwhile = chance.randrange(2**30)
-
-    def progress(self, new: Endpoint) -> None:
-        """Making an endpoint progresses the worker."""
-        if self.meanwhile is None:
-            return
-        chance, self.meanwhile = random.Random(self.meanwhile), None
-        what = chance.choice(["leave", "hello", "fail", "fail it", "give up"])
-        if what == "fail it":
-            new.fail()
-        else:
-            {"leave": self.leave, "hello": self.hello, "fail": self.fail, "give up": self.give_up}[what](chance)
-
     # ---- what must hold ----
 
     def check(self) -> None:
@@ -979,7 +933,6 @@ class World:
         """While nothing else happens, a connect succeeds."""
         for node in self.nodes:
             node.obstacles.clear()
-        self.meanwhile = None
         connect = Connect(self, side, shared_memory)
         self.finish()
         assert connect.attempt.is_open, f"it does not connect: {connect.tried}"
@@ -1009,7 +962,6 @@ WEIGHTS = {
     World.time: 2,
     World.obstacle: 1,
     World.full: 0.2,
-    World.during_progress: 1,
 }
 
 Step = tuple[Callable[[World, random.Random], None], int]

@@ -112,7 +112,7 @@ async def test_a_cancelled_receive_reports_what_it_has_dropped(
             client.send_nowait(b"too long", tag=1)
         deadline = perf_counter() + 0.05  # it arrives meanwhile, with no other task running
         while perf_counter() < deadline:
-            worker._engine.progress()
+            worker._engine.reap()
         scope.cancel()
         await until(lambda: receiver not in nursery.child_tasks)
         if not raised:

@@ -310,13 +310,13 @@ async def test_connecting_and_listening(worker: ucp.Worker) -> None:
 async def test_while_a_call_of_the_library_is_interrupted(worker: ucp.Worker, monkeypatch: Any) -> None:
     """A signal can come between any two of its steps: then UCX is not asked."""
     found = []
-    progress = Engine.progress
+    submit = Engine.submit
 
     def interrupted(engine: Engine) -> None:
         found.append(trio_ucx.report())
-        progress(engine)
+        submit(engine)
 
-    monkeypatch.setattr(Engine, "progress", interrupted)
+    monkeypatch.setattr(Engine, "submit", interrupted)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(worker.tag_receive, bytearray(5), 99)
         await until(lambda: found)

@@ -117,10 +117,10 @@ async def test_in_when_it_is_there(worker: ucp.Worker, behind: int) -> None:
         for _ in range(behind):
             client.send_nowait(b"other size")
             await trio.sleep(0.001)
-            internals(worker).progress()
+            internals(worker).reap()
         client.send_nowait(b"8 bytes.")
         with Recorded(deliver, RECEIVE) as path:
-            internals(worker).progress()
+            internals(worker).reap()
             data = await server.receive()
         assert data == (b"other size" if behind else b"8 bytes.")
         assert "dispatch.deliver" in path.functions

@@ -142,7 +142,7 @@ class Owner(End):
         served = self.plain.loop_serve(
             loops.number(self.worker._engine.handle), int(loops.ffi.cast("uintptr_t", flag)), batch.seed, 60
         )
-        self.worker._engine.progress()
+        self.worker._engine.reap()
         if not served:
             raise RuntimeError("the client did not come to an end")
 

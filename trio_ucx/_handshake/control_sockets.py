@@ -203,7 +203,7 @@ class ControlSockets:
             return
         ready = self._epoll.poll(0, _EVENTS)
         # First deliver what the peers had sent over UCX before.
-        self._engine.progress()
+        self._engine.reap()
         for descriptor, _ in ready:
             control = self._sockets.get(descriptor)
             if control is not None:

@@ -317,8 +317,7 @@ class Handshake:
 
         Raises:
             NeedsAnotherWorker: we cannot get it.
-            OSError, UCXError: UCX cannot reach the peer; or the handshake failed meanwhile, because making an endpoint
-                progresses the worker.
+            OSError, UCXError: UCX cannot reach the peer.
         """
         engine = self.registry.engine
         self._expect_no_more()
@@ -338,19 +337,14 @@ class Handshake:
         self._share = share = Share(core, self.label)
         self._greet = greet
         share.on_end = self._endpoint_ended
-        if self.opened.outcome is not None:
-            self._leave_endpoint()
-        elif share.error is not None:
-            self._endpoint_ended()
-        self.check()
         if greet:
             try:
                 post_bytes_send(share, wire.encode_frame(wire.Hello()), (self.peer.connection_id << 32) | wire.CONTROL)
             except Exception as error:
                 self.fail(error)
                 self.check()
-        self._open_if_ready()  # before the progress, in which the peer may answer with messages
-        engine.progress()
+        self._open_if_ready()
+        engine.submit()
 
     def check_route(self) -> None:
         """Refuses a peer to which the kernel knows no way: UCX would only say that the connection was reset.
@@ -427,7 +421,7 @@ class Handshake:
         self.opened.finish(Value(link))
         self._held.clear()
         if self._arrived:
-            self.registry.engine.deliver_after(lambda: self._hand_arrivals_to(link))
+            self._hand_arrivals_to(link)
 
     def _hand_arrivals_to(self, link: Link) -> None:
         arrived, self._arrived = self._arrived, []

@@ -336,15 +336,13 @@ class Closing:
 
     def abort(self) -> None:
         """Closes by force, at once; the peer is told on the control socket."""
-        # Without delivery, so that waiting tasks learn that we closed it, whatever the peer has done meanwhile.
-        if self.ending.state is not CloseState.CLOSED and self.engine.without_delivery(self._abort):
-            self.engine.progress()
-
-    def _abort(self) -> None:
+        if self.ending.state is CloseState.CLOSED:
+            return
         self._sending.send_batch()
         if self.control_socket is not None:
             self.control_socket.abort(self._sending.credit.sent)
         self.close_now()
+        self.engine.reap()
 
     def close_now(self) -> None:
         """Leaves the endpoint, and ends everything that waits. Closed already: no effect."""

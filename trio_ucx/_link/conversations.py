@@ -12,7 +12,6 @@ other side to ``ANSWERS + k``. A conversation begins for the other side when the
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import attrs
 import trio
@@ -155,11 +154,8 @@ class Conversations:
 
     def leave(self, talk: ChannelState, *, by_force: bool = False) -> None:
         """This side leaves. Left already: no effect."""
-        if not talk.left:
-            # Without delivery: the peer may leave as well.
-            self._sending.engine.deliver_after(partial(self._leave, talk, by_force))
-
-    def _leave(self, talk: ChannelState, by_force: bool) -> None:
+        if talk.left:
+            return
         talk.left = True
         error = trio.ClosedResourceError("this channel was closed")
         self._end_sends(talk, error)

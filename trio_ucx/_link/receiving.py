@@ -264,7 +264,7 @@ class Receiving:
         """
         queue = self.queues.get(number)
         if queue is None or (queue.packed is None and queue.ready_now() is None):
-            self.engine.progress()
+            self.engine.reap()
             queue = self.queues.get(number)
         if queue is not None and queue.packed is not None:
             data = self.take_ready(number, limit)
@@ -450,7 +450,7 @@ class Receiving:
             except BaseException as error:
                 self.engine.keep(verdict, (pins, message))
                 raise RuntimeError("an operation that UCX has begun could not be recorded") from error
-            self.engine.progress()
+            self.engine.submit()
             return
         if memory is not None:
             memory.release()
@@ -598,7 +598,7 @@ class Receiving:
             self._end_unserved(queue)
             self.forget_idle(queue)
         if gives_up:
-            self.engine.progress()
+            self.engine.submit()
 
     def end_waits(self, error: Exception) -> None:
         """Ends all receives, after an internal error. Never raises."""
@@ -622,7 +622,7 @@ class Receiving:
         self.queues.clear()
         self._awaited.clear()
         if gives_up:
-            self.engine.progress()
+            self.engine.submit()
 
 
 class PendingReceive(Pending):

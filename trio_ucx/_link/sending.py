@@ -61,7 +61,6 @@ class Sending:
         # When the last short message was sent, and how often the worker had made progress by then.
         self._sent_at = 0.0
         self._sent_count = 0
-        self._posting = False
 
     # ---- whether ----
 
@@ -191,7 +190,7 @@ class Sending:
             if queue != wire.BATCH:
                 self.ending.reported = True
             raise
-        self.engine.progress()
+        self.engine.submit()
         return send
 
     def send_batch(self) -> None:
@@ -211,7 +210,7 @@ class Sending:
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError) as error:
             if share.error is None:
                 share.fail(error if isinstance(error, UCXError) else UCXError(Status.IO_ERROR, str(error)))
-            self.engine.progress()
+            self.engine.submit()
         except Exception as error:  # the sends of these messages have returned already
             self.internal_error(error)
 
@@ -258,16 +257,10 @@ class Sending:
 
     def send_waiting(self) -> None:
         """Sends what has waited for credit and may be sent now."""
-        if self._posting:
-            return  # posting one can deliver credit for the next: the loop below sees it
-        self._posting = True
-        try:
-            if self.credit.waiting and self.batch.parts:
-                self.send_batch()
-            while (send := self.credit.next_ready()) is not None:
-                send.post_late()
-        finally:
-            self._posting = False
+        if self.credit.waiting and self.batch.parts:
+            self.send_batch()
+        while (send := self.credit.next_ready()) is not None:
+            send.post_late()
         self.share.operations.changed()
         if self.credit.waiting:
             self.report_stalled()
@@ -301,14 +294,9 @@ class Sending:
     def post_frame(self, frame: wire.Frame) -> None:
         """As :meth:`send_frame`, but raises.
 
-        Nothing is delivered meanwhile: frames are sent in the middle of changes.
-
         Raises:
             MemoryError: there is no memory for it; it was not sent.
         """
-        self.engine.deliver_after(lambda: self._post_frame(frame))
-
-    def _post_frame(self, frame: wire.Frame) -> None:
         share = self.share
         if share.handle is not None and self.batch.parts:
             self.send_batch()
@@ -445,7 +433,7 @@ class SendOperation(Operation):
             raise
         if self.queue == wire.STREAM and stays:
             sending.tail.add(self)
-        sending.engine.progress()
+        sending.engine.submit()
         return self
 
     def post_late(self) -> None:

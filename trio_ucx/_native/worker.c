@@ -357,6 +357,14 @@ int tu_worker_look_unsignalled(int efd, tu_worker_t *worker, tu_record_t *out, s
     return tu_readable(efd) ? 0 : tu_worker_look(worker, out, max);
 }
 
+/* Makes UCX progress once, for what was just posted. What arrives or completes stays in the ring. */
+void tu_worker_submit(tu_worker_t *worker)
+{
+    worker->background.slice_end = 0;
+    tu_inbox_progress(worker);
+    tu_inbox_collect(worker);
+}
+
 int tu_worker_signal(tu_worker_t *worker)
 {
     return ucp_worker_signal(worker->worker);

@@ -94,7 +94,7 @@ class FaultyTransport(Transport):
             else:
                 post()
                 self._late.popleft()
-                self.engine.progress()
+                self.engine.submit()
 
     def _post_bytes(self, queue: int, data: bytes) -> None:
         verdict = super().send_bytes(queue, data)

@@ -129,7 +129,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         self._check()
         native = lib.tu_am_next(self._handle)
         if native == ffi.NULL:
-            self._engine.progress()
+            self._engine.reap()
             self._check()
             native = lib.tu_am_next(self._handle)
             if native == ffi.NULL:
@@ -198,7 +198,7 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         engine.teardown.on_broken.pop(self._key, None)
         lib.tu_am_close(handle)
         live_handles.closed("active message queue")
-        engine.progress()  # senders of rendezvous are answered
+        engine.submit()  # senders of rendezvous are answered
         self._waiters.fail(trio.ClosedResourceError("these active messages were closed"))
 
     def __enter__(self) -> ActiveMessages:

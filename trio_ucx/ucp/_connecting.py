@@ -95,8 +95,6 @@ def connect_beside(core: EndpointCore) -> EndpointCore:
                 raise OSError(errno.EPROTO, f"connecting to {label}: UCX's worker address has an unknown layout")
             endpoint = _make_from(engine, address, blob, endpoint_options.DEFAULT, label)
         endpoint.main, core.beside = core, endpoint
-        if core.gone:  # it may have failed meanwhile: making an endpoint progresses the worker
-            endpoint.follow(core)
     return core.beside
 
 
@@ -206,5 +204,5 @@ def _make(
     if status != Status.OK:
         raise os_error_from_status(status, f"connecting to {label}", hint_for(status))
     core = EndpointCore(engine, id, out[0], label, forcible=options.error_mode is not ErrorMode.NONE)
-    engine.progress()
+    engine.submit()
     return core

@@ -112,7 +112,7 @@ def query_name(core: EndpointCore) -> str:
 
 
 def evaluate(core: EndpointCore, nbytes: int) -> float:
-    core.engine.progress()  # a failure that UCX has not told yet
+    core.engine.reap()  # a failure that UCX has not told yet
     core.check()
     core.engine.context._check_evaluation()
     seconds = ffi.new("double *")
@@ -430,6 +430,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         self._scope.ending.begin_close()
         if self._core.engine.usable:
             self._scope.close()
+            self._core.engine.reap()
 
     @enable_ki_protection
     async def aclose(self, mode: CloseMode = CloseMode.FLUSH) -> None:
@@ -558,6 +559,7 @@ async def _flush_and_close(core: EndpointCore, timeout: float = BACKGROUND_CLOSE
     waiting = [operation for one in with_endpoints_beside(core) for operation in one.operations.in_order()]
     waiting_for = under_way(waiting) if scope.cancelled_caught else ""
     core.close()
+    core.engine.reap()
     if reason is not None:
         _raise_if_broken(core)
         raise broken(f"closing: what was sent may not have arrived: {reason}", reason.__cause__, core.ending.origin)

@@ -127,7 +127,7 @@ class ListenerCore:
         """Rejects the waiting requests, and ends. Closed already: no effect."""
         if self.handle is None:
             return
-        self.engine.progress()  # requests that are in the ring
+        self.engine.reap()  # requests that are in the ring
         rejected = set()
         for request in [*self.waiting, *self.unanswered]:
             rejected.add(format_address(client_of(request)))

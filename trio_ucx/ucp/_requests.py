@@ -85,6 +85,7 @@ class Request(metaclass=OpenedNotConstructed):
         self._engine.run.check("this worker")
         self._engine.run.check_thread()
         cancel(self._pending)
+        self._engine.reap()
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.Request {self._pending.outcome or 'in flight'}>"
@@ -259,6 +260,7 @@ class RequestGroup(metaclass=OpenedNotConstructed):
     def _cancel_all(self) -> None:
         for pending in list(self._unfinished):
             cancel(pending)
+        self._engine.reap()
 
     @enable_ki_protection
     async def _supervise(self) -> None:

@@ -101,10 +101,7 @@ class StreamReader:
 
     async def _wait(self, stream_buffer: StreamBuffer) -> None:
         core = self._core
-        core.engine.progress()
-        if stream_buffer.size:
-            return
-        core.check()  # now, as progressing may have found that it broke, and wakes nobody later
+        core.check()
         await stream_buffer.wait()
 
     async def receive_into(self, buffer: WritableBuffer, exact: bool) -> int:

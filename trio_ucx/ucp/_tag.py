@@ -161,7 +161,7 @@ def _received(
         except BaseException:
             engine.keep(verdict, pins)
             raise
-        engine.progress()
+        engine.submit()
         return operation
     size = pins.size
     pins.release()

@@ -365,7 +365,7 @@ class Worker(metaclass=OpenedNotConstructed):
         tag, mask = check_tag(tag), check_mask(mask)
         self._engine.check()
         check_feature(self._engine)
-        self._engine.progress()
+        self._engine.reap()
         received = self._engine.tag_dispatch.received
         handle = lib.tu_tag_probe(self._engine.handle, tag, mask, bool(remove), received)
         if handle == 0:
@@ -492,7 +492,7 @@ class Worker(metaclass=OpenedNotConstructed):
         """
         self._engine.check()
         self._context._require(Feature.STREAM, "receiving from UCP streams")
-        self._engine.progress()
+        self._engine.reap()
         return self._with_stream_data()
 
     def _with_stream_data(self) -> list[Endpoint]:
@@ -537,7 +537,7 @@ class Worker(metaclass=OpenedNotConstructed):
         """
         self._engine.check()
         status = lib.tu_worker_fence(self._engine.handle)
-        self._engine.progress()
+        self._engine.submit()
         if status != Status.OK:
             raise UCXError(status, "fencing the worker")
 

@@ -22,7 +22,7 @@ State                 What progresses the worker next
 ``SUSPENDED``         tasks that poll or run; the progress task waits to be resumed
 ``PROGRESSING``       the progress task, which runs, or will in the next round of Trio's loop
 ``BACKING_OFF``       the progress task, after a pause: UCX has work that it cannot do yet, and refuses to be armed
-``ENDED``             tasks that post something: there is no progress task any more
+``ENDED``             tasks that ask or wait: there is no progress task any more
 ====================  =======================================================================================
 
 Any progress disarms the worker, so ``ARMED`` becomes ``DISARMED`` by itself. These events cause the
@@ -31,9 +31,10 @@ other transitions:
 ============  ==========  ==========  ===========  =============  =============  ==========
 Event         ``ARMED``   DISARMED    SUSPENDED    PROGRESSING    BACKING_OFF    ENDED
 ============  ==========  ==========  ===========  =============  =============  ==========
-``POSTED``    arm         defer       defer        progress       progress       progress
+``POSTED``    step_aside  defer       defer        --             defer          --
+``ASKED``     arm         serve       serve        progress       progress       progress
 ``PARKS``     --          arm         lead         progress       progress       progress
-``OVERDUE``   --          arm         resume       --             --             --
+``OVERDUE``   --          arm         resume       --             progress       --
 ``WAKE``      signal      signal      resume       --             --             --
 ``READABLE``  look        hand_over   --           --             --             --
 ``POLLED``    --          --          --           step_aside     --             --
@@ -45,7 +46,7 @@ Event         ``ARMED``   DISARMED    SUSPENDED    PROGRESSING    BACKING_OFF   
 * *lead* progresses until something is delivered, and arms if nothing is: ``ARMED``, and the task that parks leads. If
   UCX refuses to be armed: *resume*. Otherwise the state stays, because the task will probably go on; if it does not,
   it sends ``OVERDUE``.
-* *defer* progresses, and leaves the worker disarmed for a bounded time.
+* *defer* leaves the worker as it is for a bounded time. *serve* progresses before that.
 * *progress* progresses, and leaves the rest to the progress task, which will run soon.
 * *resume* lets the progress task run in the next round: ``PROGRESSING``. *signal* does the same by the descriptor.
 * *look* progresses once. When that lets every parked task go on, they will see to the rest: *step_aside*. Otherwise
@@ -55,6 +56,9 @@ Event         ``ARMED``   DISARMED    SUSPENDED    PROGRESSING    BACKING_OFF   
 * *hand_over* is *step_aside* where tasks poll; else *look*.
 * *run* progresses and arms: ``ARMED`` when that succeeds; ``PROGRESSING`` when there is more to do at once, after a
   schedule point; ``BACKING_OFF`` when UCX refuses.
+
+After ``POSTED``, UCX has begun the operation, but what has arrived and completed by then is not delivered yet: tasks
+that poll or park deliver it, or ``OVERDUE`` does. ``ASKED`` delivers at once.
 
 ``OVERDUE`` happens when something is deferred and Trio has nothing else to run. If other tasks keep running, it happens
 when nothing has progressed the worker for ``MOMENT`` and for ``MIN_DEFER_ROUNDS`` rounds, or for ``MAX_DEFER_SECONDS``.
@@ -97,11 +101,17 @@ class State(IntEnum):
     ENDED = auto()
 
 
+#: The states in which deferred work becomes overdue.
+_DEFERRED = State.DISARMED, State.SUSPENDED, State.BACKING_OFF
+
+
 class Event(IntEnum):
     """What happens to a worker."""
 
-    #: An operation was posted, and is pending.
+    #: An operation was posted, is pending, and the worker was progressed for it.
     POSTED = auto()
+    #: A call wants to know at once what has happened.
+    ASKED = auto()
     #: A task is about to park.
     PARKS = auto()
     #: The worker was left disarmed, and no task will progress it soon.
@@ -265,7 +275,7 @@ class Arming:
     def _progress(self) -> None:
         self._worker.progress_and_deliver(arm=False)
 
-    def _progress_and_defer(self) -> None:
+    def _serve(self) -> None:
         self._worker.progress_and_deliver(arm=False)
         self.defer()
 
@@ -350,7 +360,7 @@ class Arming:
     # ---- deferring ----
 
     def defer(self) -> None:
-        """The worker stays disarmed, because a task will most probably come back at once."""
+        """Leaves the worker as it is, because a task will most probably come back at once."""
         if not self._deferred and not self.steady:
             self._deferred = True
             self.watch()
@@ -389,7 +399,7 @@ class Arming:
         """
         if self._deferred:
             state = self.state
-            if state is not State.DISARMED and state is not State.SUSPENDED:
+            if state not in _DEFERRED:
                 self._deferred = False
             elif timeout > 0 or self._jumping or not self._progressed_lately():
                 self._overdue()
@@ -420,19 +430,20 @@ class Arming:
             return True  # a task comes back all the time
         self.steady = False
         self._returns = 0
-        if state is State.DISARMED or state is State.SUSPENDED:
+        if state in _DEFERRED:
             self._overdue()
         return False
 
 
 def _rows() -> dict[Event, tuple[Callable[[Arming], None], ...]]:
-    arm, defer, progress, resume = Arming._arm, Arming._progress_and_defer, Arming._progress, Arming._resume
+    arm, defer, serve, progress = Arming._arm, Arming.defer, Arming._serve, Arming._progress
     signal, look, hand_over, step_aside = Arming._signal, Arming._look, Arming._hand_over, Arming._step_aside
-    lead, run, nothing = Arming._lead, Arming._run, Arming._nothing
+    lead, run, resume, nothing = Arming._lead, Arming._run, Arming._resume, Arming._nothing
     return {  # ARMED, DISARMED, SUSPENDED, PROGRESSING, BACKING_OFF, ENDED
-        Event.POSTED: (arm, defer, defer, progress, progress, progress),
+        Event.POSTED: (step_aside, defer, defer, nothing, defer, nothing),
+        Event.ASKED: (arm, serve, serve, progress, progress, progress),
         Event.PARKS: (nothing, arm, lead, progress, progress, progress),
-        Event.OVERDUE: (nothing, arm, resume, nothing, nothing, nothing),
+        Event.OVERDUE: (nothing, arm, resume, nothing, progress, nothing),
         Event.WAKE: (signal, signal, resume, nothing, nothing, nothing),
         Event.READABLE: (look, hand_over, nothing, nothing, nothing, nothing),
         Event.POLLED: (nothing, nothing, nothing, step_aside, nothing, nothing),

@@ -190,7 +190,7 @@ class EndpointCore(Scope):
 
     def _process_ended(self) -> None:
         try:
-            self.engine.progress()  # takes what it had sent, before UCX closes the shared memory or the socket
+            self.engine.reap()  # takes what it had sent, before UCX closes the shared memory or the socket
             self.fail(UCXError(Status.CONNECTION_RESET, f"the process at {self.label} died"))
             self.engine.receive_queue.suspect()
         except Exception as error:
@@ -256,7 +256,7 @@ class EndpointCore(Scope):
             self._close_native(handle, lib.TU_CLOSE_STOP)
         elif not self._close_native(handle, lib.TU_CLOSE_EXACT if sending else lib.TU_CLOSE):
             self._finish_writing(handle)
-        engine.progress()  # UCX takes the lanes apart in its progress, completed or not
+        engine.submit()  # UCX takes the lanes apart in its progress, completed or not
 
     def _sending(self) -> bool:
         """Whether UCX may still send from a buffer, whoever gave it."""
@@ -290,7 +290,7 @@ class EndpointCore(Scope):
         verdict = lib.tu_endpoint_flush_ucx(handle) if self._left else 0
         if verdict > 0:
             flush = Operation(self.engine, verdict, None, "writing what an endpoint has to send")
-            self.engine.progress()
+            self.engine.submit()
             await self.engine.waiting.wait(flush)
 
     def _close_left(self) -> None:
@@ -298,7 +298,7 @@ class EndpointCore(Scope):
         handle, self._left = self._left, None
         if handle is not None and self.engine.usable:
             self._close_native(handle, lib.TU_CLOSE_STOP)
-            self.engine.progress()
+            self.engine.submit()
 
     def _close_native(self, handle: Any, how: int) -> bool:
         """Closes UCX's endpoint by force. Returns False if UCX still has something to write."""

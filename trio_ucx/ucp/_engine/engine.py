@@ -8,10 +8,12 @@ into C, which progresses the worker until it is quiet and returns the records. T
 which wakes tasks; no user code runs in a delivery. When there are none left, C arms the worker if it was asked to.
 
 *What calls it.* One task waits for the descriptor with ``wait_readable``, and calls it whenever the descriptor wakes
-the task: one that is parked, or else a system task of the worker, the progress task (``progress.py``). A task that
-posts an operation which does not complete at once calls :meth:`Engine.progress`, because posting to an armed worker can
-leave it with work and no event: it must be progressed and armed again before all tasks sleep. Waiting tasks poll before
-they park (``waits.py``). The module ``arming.py`` decides what progresses the worker next.
+the task: one that is parked, or else a system task of the worker, the progress task (``progress.py``). Waiting tasks
+poll before they park (``waits.py``). Calls that must know what has arrived, such as ``receive_nowait``, begin or end
+with :meth:`Engine.reap`. The module ``arming.py`` decides what progresses the worker next.
+
+*Posting delivers nothing.* A task that posts an operation which does not complete at once calls :meth:`Engine.submit`:
+UCX begins it, and what arrives or completes meanwhile stays in the ring. So nothing changes under a caller's feet.
 
 *Memory.* The in-flight table maps the id of each operation to an :class:`~.operations.Operation`, which pins
 the buffers until the completion record arrives, whatever became of the task that posted it. UCX can cancel a tag
@@ -125,9 +127,7 @@ class Engine:
         records = ffi.new("tu_record_t[]", _BATCH)
         #: What C code writes: the records of one call, the same as words, and whether it has armed the worker.
         self._buffers = records, memoryview(ffi.buffer(records)).cast("Q"), ffi.new("int *")
-        self._delivering = False
-        #: Whether something was posted in a delivery, for which the worker has to be progressed.
-        self._again = False
+        self._reaping = False
         #: Endpoints that failed, and why; reported when what had arrived before is delivered.
         self.failures: list[tuple[int, int]] = []
         self.broken: BaseException | None = None
@@ -186,10 +186,9 @@ class Engine:
             ``TU_ARMED``, ``TU_BUSY`` (UCX cannot be armed although nothing moves) or ``TU_MORE`` (not asked to arm, or
             there is more to do).
         """
-        if self._delivering or self.handle is None:
+        if self._reaping or self.handle is None:
             return lib.TU_MORE
-        self._delivering = True
-        self._again = False
+        self._reaping = True
         self.progress_count += 1
         try:
             if self.batches.batches:
@@ -202,7 +201,7 @@ class Engine:
                     deliver(self, words[: count * _FIELDS].tolist())
                     if self.failures:
                         continue
-                    if (once and not self._again) or perf_counter() > end:
+                    if once or perf_counter() > end:
                         break
                 elif self.failures:
                     deliver_failures(self)
@@ -216,14 +215,13 @@ class Engine:
             self.internal_error(error)
             return lib.TU_BUSY
         finally:
-            self._delivering = False
+            self._reaping = False
 
     def take(self, function: Callable[[Any, Any, int], int]) -> bool:
         """Delivers what a function of C brings, and what follows from that; whether there was something."""
-        if self._delivering or self.handle is None:
+        if self._reaping or self.handle is None:
             return False
-        self._delivering = True
-        self._again = False
+        self._reaping = True
         self.progress_count += 1
         try:
             if self.batches.batches:
@@ -236,52 +234,31 @@ class Engine:
             self.internal_error(error)
             return False
         finally:
-            self._delivering = False
-        if self._again or self.failures:
+            self._reaping = False
+        if self.failures:
             self.progress_and_deliver(arm=False)
         return count > 0
-
-    def without_delivery(self, function: Callable[[], None]) -> bool:
-        """Calls it, and delivers nothing meanwhile. Whether the engine is to progress now."""
-        if self._delivering:
-            function()
-            return False
-        self._delivering = True
-        self._again = False
-        try:
-            function()
-        finally:
-            self._delivering = False
-        return self._again
-
-    def deliver_after(self, function: Callable[[], None]) -> None:
-        """Calls it in the middle of a change: what it brings is delivered soon, by Trio's loop."""
-        if self.without_delivery(function):
-            self.run.call_soon(self.wake)
-
-    def send_batches(self) -> None:
-        """Sends the deferred batches, from where no task must be woken: Trio is about to look for events."""
-        try:
-            again = self.without_delivery(self.batches.send_all)
-        except BaseException as error:
-            again = True
-            self.internal_error(error)
-        if again:
-            self.run.call_soon(self.wake)  # which also makes Trio look at what was woken all the same
 
     def news(self) -> int:
         """Grows whenever something arrives or completes."""
         return self.tag_dispatch.messages + self.counters["arrived"] + self.counters["completed"]
 
-    def progress(self) -> None:
-        """To be called after posting something that is pending: progresses the worker, and arms it if it was armed.
+    def submit(self) -> None:
+        """To be called after posting something that is pending: UCX begins it.
 
-        If it was not, somebody is about to look at it: see ``arming.py``.
+        Nothing changes under the caller's feet: what arrives or completes stays in the ring. Somebody reaps it soon:
+        see ``arming.py``.
         """
-        if self._delivering:
-            self._again = True  # the delivery under way progresses once more
-            return
+        if self._reaping or self.handle is None:
+            return  # the worker is looked at again after a delivery
+        self.progress_count += 1
+        lib.tu_worker_submit(self.handle)
         self.arming.handle(Event.POSTED)
+
+    def reap(self) -> None:
+        """Progresses the worker, and delivers what has arrived and completed; arms it again if it was armed."""
+        if not self._reaping:
+            self.arming.handle(Event.ASKED)
 
     def serve_parked(self) -> bool:
         """Progresses once. Whether something arrived, and every task that was parked goes on."""

@@ -113,7 +113,7 @@ class Operation(Pending):
         if self.id not in engine.in_flight:
             return True  # its outcome came from elsewhere, and the operation itself is over
         if lib.tu_operation_cancel(engine.handle, self.id):
-            engine.progress()  # its record is in the ring, or in a delivery that is under way: that one decides
+            engine.submit()  # its record is in the ring, or in a delivery that is under way: that one decides
             return False
         self.detach()
         return True

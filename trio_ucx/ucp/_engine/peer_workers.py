@@ -142,11 +142,9 @@ class PeerWorker:
             return None
         kind = self._kind(address)
         if kind.core is None or generation != kind.generation:
-            core = make()  # which calls `count_made`, and progresses the worker: the endpoint may have failed already
+            core = make()  # which calls `count_made`
             old, kind.core, kind.generation = kind.core, core, generation
             core.peer_worker = self
-            if core.gone:
-                self._forget(core)
             # It was greeted, if it has no Connection: `left` forgets others, as no client is expected (`_reaches`).
             if old is not None and self._idle.pop(old, None) is not None:
                 old.close()
@@ -196,7 +194,7 @@ class PeerWorker:
         oldest = time.monotonic() - IDLE_TIME
         for core, since in list(self._idle.items()):
             kind = self._kind(core.peer_address)
-            if since <= oldest and core in self._idle and not (kind.expected and core is kind.core):
+            if since <= oldest and not (kind.expected and core is kind.core):
                 del self._idle[core]
                 core.close()
 
@@ -234,5 +232,5 @@ class PeerWorkers:
 
     def close_idle(self) -> None:
         """Closes those that have had no Connection for a while."""
-        for worker in list(self._workers.values()):  # closing may end a handshake with another peer
+        for worker in self._workers.values():
             worker.close_idle()

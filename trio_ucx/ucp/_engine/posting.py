@@ -84,7 +84,7 @@ def pending_operation(
         except BaseException:
             engine.keep(verdict, (pins, kind))  # `kind` has what else must live as long
             raise
-        engine.progress()
+        engine.submit()
         return operation
     if pins is not None:
         pins.release()

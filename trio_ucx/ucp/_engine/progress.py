@@ -67,7 +67,7 @@ class BeforeWait(trio.abc.Instrument):
             if engine.batches.batches and (
                 timeout > 0 or engine.run.clock_jumps or perf_counter() - engine.batches.since > MOMENT
             ):
-                engine.send_batches()
+                engine.batches.send_all()
             engine.arming.before_wait(timeout, batches=bool(engine.batches.batches))
         except BaseException as error:  # Trio would drop this instrument
             engine.internal_error(error)
@@ -146,7 +146,7 @@ class SafetyNet:
                 engine.take(partial(lib.tu_worker_look_unsignalled, engine.progress_task.efd))
                 if before != engine.news() and _waited() - began < INTERRUPTED:
                     engine.counters["missed_events"] += 1
-                engine.progress()
+                engine.reap()
             count = engine.progress_count
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ class Share(Scope):
             contained(self._endpoint.stream_buffer.wake)
         self._endpoint.leave(self, reusable=reusable)
         if operations or at_end:
-            self.engine.progress()
+            self.engine.submit()
 
     def _cancel(self, operations: list[Operation]) -> None:
         """Gives up what has not begun yet: a put that waits for its turn, say."""

@@ -291,10 +291,10 @@ class WatchedQueue(ReceiveQueue):
                 return None
             limit = _Limit(_PROBE)
             while True:
-                engine.progress()
+                engine.reap()
                 for probe in probes:
                     probe.look()
-                engine.progress()
+                engine.reap()
                 if all(probe.arrived for probe in probes):
                     return True
                 if limit.reached():
@@ -319,7 +319,6 @@ class WatchedQueue(ReceiveQueue):
         )
         for core in failing:
             core.fail(error)
-        engine.progress()
 
 
 def stopped_error() -> UCXError:

@@ -136,7 +136,7 @@ class NativeChain:
         self.forget()
         if run is None:
             lib.tu_chain_free(handle)
-        engine.progress()
+        engine.submit()
 
     def restart(self, state: int) -> None:
         if self.handle is not None:
@@ -334,7 +334,7 @@ class Timer:
 
     async def _run(self) -> None:
         while await wait_timer(self._engine, self._fd):
-            self._engine.progress()
+            self._engine.submit()
 
     def _close(self) -> None:
         self._engine.teardown.at_end.pop(self._id, None)
