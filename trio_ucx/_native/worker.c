@@ -288,29 +288,40 @@ unsigned tu_worker_progress(tu_worker_t *worker)
     return moved;
 }
 
+/* Makes UCX progress, and collects messages, until nothing moves, or the ring has `enough` records. Returns false if it
+ * is `end` before that. */
+static bool progress_until_quiet(tu_worker_t *worker, size_t enough, uint64_t end)
+{
+    uint64_t failed = worker->failed;
+    unsigned moved;
+
+    worker->background.slice_end = 0;
+    do {
+        moved = tu_inbox_progress(worker);
+        tu_inbox_collect(worker); /* now, so that UCX does not accumulate a window of messages */
+        /* When an operation has failed, its endpoint's failure comes next, and Python should get both at once. */
+        if (moved != 0 && tu_now() >= end + (worker->failed != failed ? FAILING : 0)) {
+            return false;
+        }
+    } while (moved != 0 && worker->used < enough && tu_inbox_goes_on(worker));
+    return true;
+}
+
 /* Makes UCX progress until nothing moves, or for TU_SLICE, or with `once` until something has arrived; collects
  * messages, and takes up to `max` records. Arms only when there are none: *armed is then TU_ARMED (the descriptor will
  * become readable) or TU_BUSY (the worker cannot be armed: call again after a while). TU_MORE means that there is more
  * to do at once. Returns the number of records, or -1 if arming failed. */
 int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, bool once, int *armed)
 {
-    uint64_t end    = tu_now() + TU_SLICE;
-    int retries     = BUSY_RETRIES;
-    bool in_time    = true;
-    uint64_t steps  = worker->background.steps;
-    uint64_t failed = worker->failed;
-    unsigned moved;
+    uint64_t end   = tu_now() + TU_SLICE;
+    int retries    = BUSY_RETRIES;
+    uint64_t steps = worker->background.steps;
+    bool in_time;
     size_t count;
 
-    *armed                       = TU_MORE;
-    worker->background.slice_end = 0;
+    *armed = TU_MORE;
     for (;;) {
-        do {
-            moved = tu_inbox_progress(worker);
-            tu_inbox_collect(worker); /* now, so that UCX does not accumulate a window of messages */
-            /* When an operation has failed, its endpoint's failure comes next, and Python should get both at once. */
-            in_time = moved == 0 || tu_now() < end + (worker->failed != failed ? FAILING : 0);
-        } while (moved != 0 && in_time && worker->used < (once ? 1 : max) && tu_inbox_goes_on(worker));
+        in_time = progress_until_quiet(worker, once ? 1 : max, end);
         if (once) {
             tu_inbox_complete_last(worker);
         }
@@ -357,12 +368,10 @@ int tu_worker_look_unsignalled(int efd, tu_worker_t *worker, tu_record_t *out, s
     return tu_readable(efd) ? 0 : tu_worker_look(worker, out, max);
 }
 
-/* Makes UCX progress once, for what was just posted. What arrives or completes stays in the ring. */
+/* Makes UCX progress for what was just posted, for TU_SLICE at most. What arrives or completes stays in the ring. */
 void tu_worker_submit(tu_worker_t *worker)
 {
-    worker->background.slice_end = 0;
-    tu_inbox_progress(worker);
-    tu_inbox_collect(worker);
+    progress_until_quiet(worker, 1, tu_now() + TU_SLICE);
 }
 
 int tu_worker_signal(tu_worker_t *worker)
