@@ -81,33 +81,6 @@ class Choice:
     options: tuple[Any, ...]
 
 
-@attrs.define
-class Draft:
-    """A request that is being described: what is not a plain number of ``tu_chain_request_t``."""
-
-    kind: int
-    name: str
-    to: Any = None  # a thing, or a Choice
-    atomic: bool = False
-    size: int | None = None
-    fields: dict[str, int] = attrs.Factory(dict)
-    terms: dict[str, Expression | int] = attrs.Factory(dict)
-    parts: list[Piece | Pinned] = attrs.Factory(list)
-    into: Pinned | None = None
-    header: bytes = b""
-
-    @property
-    def pins(self) -> list[Pinned]:
-        found = [part for part in self.parts if isinstance(part, Pinned)]
-        return found if self.into is None else [*found, self.into]
-
-    @property
-    def computed(self) -> list[Expression | Piece]:
-        """What depends on a result, or on local memory."""
-        found: list[Expression | Piece] = [part for part in self.parts if isinstance(part, Piece)]
-        return found + [one for one in self.terms.values() if isinstance(one, Expression)]
-
-
 #: What a request writes or sends: a buffer, what is computed when the chain runs, or a list or tuple of such parts.
 Part = Contiguous | Piece | Integer
 Payload = Part | Sequence[Part]
@@ -149,47 +122,100 @@ def sent_length(length: Integer | int | None, parts: Iterable[Piece | Pinned]) -
     return argument(whole if length is None else length, "the length", 0, whole)
 
 
-class _Native:
-    """A description as C takes it.
+class Draft:
+    """A request that is being described, as C takes it.
+
+    Args:
+        size: bytes of its result, at most; None: it has none.
+        to: where it goes; None: nowhere.
 
     Attributes:
         request: the ``tu_chain_request_t``.
-        term_count: how many terms it has.
+        computed: what depends on a result, or on local memory.
+        term_count: how many terms all that has.
+        pins: the buffers that it uses. They are the caller's until the request is added.
+        into: the one for its result.
     """
 
-    def __init__(self, fields: dict[str, int]) -> None:
-        self.request = ffi.new("tu_chain_request_t *", fields)
+    __slots__ = ("_keep", "atomic", "computed", "into", "name", "pins", "request", "size", "term_count", "to")
+
+    def __init__(
+        self,
+        kind: int,
+        name: str,
+        to: Endpoint | RemoteMemory | Choice | None = None,
+        *,
+        size: int | None = None,
+        atomic: bool = False,
+    ) -> None:
+        self.name = name
+        self.to = to
+        self.size = size
+        self.atomic = atomic
+        self.request = request = ffi.new("tu_chain_request_t *")
+        request.kind = kind
+        if size is not None:
+            request.size = size
+        self.computed: list[Expression | Piece] = []
         self.term_count = 0
+        self.pins: list[Pinned] = []
+        self.into: Pinned | None = None
         #: What the request points to, until C has copied it.
         self._keep: list[Any] = []
 
-    def put(self, target: Any, value: Expression | int) -> None:
-        """Sets a ``tu_terms_t``."""
+    def set(self, name: str, value: Expression | int) -> None:
+        """Sets a ``tu_terms_t`` of the request."""
+        self._put(getattr(self.request, name), value)
+        if isinstance(value, Expression):
+            self.computed.append(value)
+
+    def set_numbers(self, name: str, numbers: Sequence[int]) -> None:
+        """Sets a list of numbers."""
+        if numbers:
+            setattr(self.request, name, self._new("uint32_t[]", numbers))
+            setattr(self.request, f"{name}_count", len(numbers))
+
+    def set_header(self, data: bytes) -> None:
+        if data:
+            self.request.header = self._new("char[]", data)
+            self.request.header_length = len(data)
+
+    def set_into(self, pins: Pinned) -> None:
+        """The result goes to a buffer of the user's."""
+        self.request.into, _, self.request.memory = pinned_memory(pins)
+        self.into = pins
+        self.pins.append(pins)
+
+    def set_parts(self, parts: list[Piece | Pinned]) -> None:
+        """Sets the payload."""
+        if not parts:
+            return
+        request, host = self.request, lib.TU_MEMORY_HOST
+        request.parts, request.part_count, request.memory = self._new("tu_part_t[]", len(parts)), len(parts), host
+        for native, part in zip(request.parts[0 : len(parts)], parts, strict=True):
+            if isinstance(part, Pinned):
+                native.kind = lib.TU_PART_MEMORY
+                native.address, native.length, memory = pinned_memory(part)
+                self.pins.append(part)
+                if len(parts) == 1:
+                    request.memory = memory
+                elif memory > host:
+                    raise TypeError("a payload of several parts takes host memory only")
+            else:
+                native.kind, native.offset, native.length = part._kind, part._offset, part.length
+                native.request = 0 if part._request is None else part._request.id
+                native.big = part._big
+                self.computed.append(part)
+                if part._value is not None:
+                    self._put(native.value, part._value)
+
+    def _put(self, target: Any, value: Expression | int) -> None:
         if isinstance(value, Expression):
             target.terms = self._new("tu_term_t[]", value._terms)
             target.count = len(value._terms)
             self.term_count += len(value._terms)
         else:
             target.value = value % 2**64
-
-    def numbers(self, name: str, numbers: Sequence[int]) -> None:
-        """Sets a list of the request."""
-        if numbers:
-            setattr(self.request, name, self._new("uint32_t[]", numbers))
-            setattr(self.request, f"{name}_count", len(numbers))
-
-    def header(self, data: bytes) -> None:
-        if data:
-            self.request.header = self._new("char[]", data)
-            self.request.header_length = len(data)
-
-    def parts(self, count: int) -> Any:
-        """Makes room for so many parts of a payload."""
-        if not count:
-            return ()
-        parts = self._new("tu_part_t[]", count)
-        self.request.parts, self.request.part_count = parts, count
-        return parts
 
     def _new(self, kind: str, contents: Any) -> Any:
         self._keep.append(ffi.new(kind, contents))
@@ -319,16 +345,17 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
             raise ValueError(f"bits must be 32 or 64, not {bits!r}")
         self._check_access(remote, Access.ATOMIC, "use atomics on")
         low, high = -(2 ** (bits - 1)), 2**bits - 1
+        draft = Draft(lib.TU_CHAIN_ATOMIC, name, remote, size=bits // 8, atomic=True)
+        draft.request.atomic = code
         where = argument(offset, "the offset")
-        terms: dict[str, Any] = {"offset": where}
+        draft.set("offset", where)
         for field, value in zip(("operand", "swapped"), values, strict=False):
-            terms[field] = argument(value, "the value", low, high)
+            draft.set(field, argument(value, "the value", low, high))
         self._check_bounds(remote, where, bits // 8)
         known = known_value(where)
         if isinstance(remote, RemoteMemory) and known is not None:
             remote._check_aligned(known, bits // 8)
         self._engine.context._require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
-        draft = Draft(lib.TU_CHAIN_ATOMIC, name, remote, True, bits // 8, {"atomic": code}, terms)
         return self._add(draft, **options)
 
     def _target(self, thing: Any, atomic: bool) -> int:
@@ -356,92 +383,69 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         on_false: OnFalse | Retry = "error",
         after: ChainRequest | int | Iterable[ChainRequest | int] = (),
     ) -> ChainRequest:
-        self._check()
         if self._draft is not None and request is None:
             raise RuntimeError("the functions that follow() is given cannot add requests")
-        into = draft.into
-        seen = None if into is not None and into.memory > lib.TU_MEMORY_HOST else draft.size  # what C can read
-        request = request or self._request(draft.kind, draft.name, seen, into=into is not None)
-        if not (when is None or isinstance(when, Condition)):
-            raise TypeError(f"when must be a Condition, as a comparison of a result, not {type(when).__name__}")
+        into, native = draft.into, draft.request
+        if request is None:
+            seen = None if into is not None and into.memory > lib.TU_MEMORY_HOST else draft.size  # what C can read
+            request = self._request(native.kind, draft.name, seen, into=into is not None)
+        if when is not None:
+            if not isinstance(when, Condition):
+                raise TypeError(f"when must be a Condition, as a comparison of a result, not {type(when).__name__}")
+            draft.set("condition", when)
         retry = on_false if isinstance(on_false, Retry) else None
         then = on_false if retry is None else retry.then
         if not isinstance(then, str) or then not in _ON_FALSE:
             raise ValueError(f"on_false must be 'error', 'skip', 'stop' or a chains.Retry, not {then!r}")
-        if when is not None:
-            draft.terms["condition"] = when
+        native.on_false = _ON_FALSE[then]
         things = () if draft.to is None else (draft.to,)
         if isinstance(draft.to, Choice):
-            draft.terms["choice"], things = draft.to.index, draft.to.options
-        computed = draft.computed
-        before = {one for value in computed for one in value._requests}
-        again = [] if retry is None else self._resolve(retry.again)
-        before.update(self._resolve(after), again)
+            draft.set("choice", draft.to.index)
+            things = draft.to.options
+        before = {one for value in draft.computed for one in value._requests}
+        before.update(self._resolve(after))
+        if retry is not None:
+            again = self._resolve(retry.again)
+            before.update(again)
         for one in before:
             self._check_reference(one, request.name)
         before.discard(request)
-        if len(self._requests) >= self.capacity:
-            raise NoDependencyResource(f"this chain has room for {self.capacity} requests: make it with more capacity")
-        native = self._describe(draft)
-        room = self.capacity * TERMS_EACH - self._terms
-        if native.term_count > room:
-            raise NoDependencyResource(
-                f"{request.name} needs {native.term_count} terms for what it depends on, and this chain has room for "
-                f"{room} more ({TERMS_EACH} for each request of its capacity): make it with more capacity"
-            )
-        native.request.on_false = _ON_FALSE[then]
         if retry is not None:
-            native.request.retries = check_integer(retry.times, "the times of a Retry", 0, UNLIMITED)
-            native.request.delay = int(min(check_timeout(retry.delay, "the delay of a Retry"), 1e9) * 1e9)
-            native.numbers("again", sorted({one.id for one in again}))
-            if native.request.delay and self._engine not in Timer.of:
-                Timer(self._engine)
-        after_ids = sorted(one.id for one in before)
-        native.numbers("after", after_ids)
-        first = len(self._requests) - 1 if self.ordered and self._requests else self._barrier
-        if first is not None and first not in after_ids:
-            native.numbers("behind", [first])
+            native.retries = check_integer(retry.times, "the times of a Retry", 0, UNLIMITED)
+            native.delay = int(min(check_timeout(retry.delay, "the delay of a Retry"), 1e9) * 1e9)
+            draft.set_numbers("again", sorted({one.id for one in again}))
+        for pins in draft.pins:
+            check_reaches(self._engine, pins)
         self._check()
         if self._generation != request._generation or len(self._requests) != request.id:
             raise RuntimeError("the chain was changed while this request was described")
-        native.numbers("targets", [self._target(thing, draft.atomic) for thing in things])
-        number = lib.tu_chain_add(self._native.handle, native.request)
+        if len(self._requests) >= self.capacity:
+            raise NoDependencyResource(f"this chain has room for {self.capacity} requests: make it with more capacity")
+        room = self.capacity * TERMS_EACH - self._terms
+        if draft.term_count > room:
+            raise NoDependencyResource(
+                f"{request.name} needs {draft.term_count} terms for what it depends on, and this chain has room for "
+                f"{room} more ({TERMS_EACH} for each request of its capacity): make it with more capacity"
+            )
+        after_ids = sorted(one.id for one in before)
+        draft.set_numbers("after", after_ids)
+        first = len(self._requests) - 1 if self.ordered and self._requests else self._barrier
+        if first is not None and first not in after_ids:
+            draft.set_numbers("behind", [first])
+        draft.set_numbers("targets", [self._target(thing, draft.atomic) for thing in things])
+        if native.delay and self._engine not in Timer.of:
+            Timer(self._engine)
+        number = lib.tu_chain_add(self._native.handle, native)
         if number == Status.NO_MEMORY:
             raise MemoryError(f"no memory for {request.name}")
         if number < 0:
             raise UCXError(number, f"adding {request.name}")
-        self._terms += native.term_count
-        self._native.buffers.add(draft.pins, [pins for value in computed for pins in value._pins])
+        self._terms += draft.term_count
+        self._native.buffers.add(draft.pins, [pins for value in draft.computed for pins in value._pins])
         self._requests.append(request)
         if then == "stop":
             self._barrier = request.id
         return request
-
-    def _describe(self, draft: Draft) -> _Native:
-        native = _Native({"kind": draft.kind, "size": draft.size or 0, **draft.fields})
-        request = native.request
-        for name, value in draft.terms.items():
-            native.put(getattr(request, name), value)
-        native.header(draft.header)
-        if draft.into is not None:
-            request.into, _, request.memory = pinned_memory(draft.into)
-            check_reaches(self._engine, draft.into)
-        for native_part, part in zip(native.parts(len(draft.parts)), draft.parts, strict=True):
-            if isinstance(part, Pinned):
-                native_part.kind = lib.TU_PART_MEMORY
-                native_part.address, native_part.length, memory = pinned_memory(part)
-                check_reaches(self._engine, part)
-                if memory > lib.TU_MEMORY_HOST and len(draft.parts) > 1:
-                    raise TypeError("a payload of several parts takes host memory only")
-                request.memory = memory if len(draft.parts) == 1 else lib.TU_MEMORY_HOST
-            else:
-                native_part.kind, native_part.offset, native_part.length = part._kind, part._offset, part.length
-                native_part.request = 0 if part._request is None else part._request.id
-                native_part.big = part._big
-                if part._value is not None:
-                    native.put(native_part.value, part._value)
-                request.memory = lib.TU_MEMORY_HOST
-        return native
 
     def _check_open(self) -> None:
         self._engine.check()

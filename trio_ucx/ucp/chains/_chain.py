@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Unpack
+from typing import Unpack
 
 import attrs
 import trio
@@ -136,8 +136,12 @@ class RequestChain(ChainBuilder):
             room = check_integer(room, "at_most", known or 0, UNLIMITED)
             self._check_bounds(remote, where, size)
             self._engine.context._require(Feature.RMA, "reading remote memory")
-            terms: dict[str, Any] = {"offset": where, "length": size}
-            return self._add(Draft(lib.TU_CHAIN_GET, "get", remote, size=room, terms=terms, into=pins), **options)
+            draft = Draft(lib.TU_CHAIN_GET, "get", remote, size=room)
+            draft.set("offset", where)
+            draft.set("length", size)
+            if pins is not None:
+                draft.set_into(pins)
+            return self._add(draft, **options)
         except BaseException:
             if pins is not None:
                 pins.release()
@@ -173,8 +177,11 @@ class RequestChain(ChainBuilder):
             size = sent_length(length, parts)
             self._check_bounds(remote, where, size)
             self._engine.context._require(Feature.RMA, "writing remote memory")
-            terms: dict[str, Any] = {"offset": where, "length": size}
-            return self._add(Draft(lib.TU_CHAIN_PUT, "put", remote, terms=terms, parts=parts), **options)
+            draft = Draft(lib.TU_CHAIN_PUT, "put", remote)
+            draft.set("offset", where)
+            draft.set("length", size)
+            draft.set_parts(parts)
+            return self._add(draft, **options)
         except BaseException:
             release(parts)
             raise
@@ -230,12 +237,14 @@ class RequestChain(ChainBuilder):
                 )
             self._check_bounds(remote, where, node.size)
             self._engine.context._require(Feature.RMA, "reading remote memory")
-            fields = {"limit": check_integer(limit, "the limit", 1, UNLIMITED), "has_end": int(end is not None)}
-            fields["end"] = 0 if end is None else check_integer(end, "the end", 0, ALL_BITS)
-            terms: dict[str, Any] = {"offset": where, "next": following}
+            draft = Draft(lib.TU_CHAIN_FOLLOW, name, remote, size=node.size)
+            draft.request.limit = check_integer(limit, "the limit", 1, UNLIMITED)
+            draft.request.has_end = end is not None
+            draft.request.end = 0 if end is None else check_integer(end, "the end", 0, ALL_BITS)
+            draft.set("offset", where)
+            draft.set("next", following)
             if found is not None:
-                terms["until"] = found
-            draft = Draft(lib.TU_CHAIN_FOLLOW, name, remote, size=node.size, fields=fields, terms=terms)
+                draft.set("until", found)
             return self._add(draft, node, **options)
         finally:
             self._draft = None
@@ -378,7 +387,8 @@ class RequestChain(ChainBuilder):
         Raises: as :meth:`get`.
         """
         self._check_endpoints(endpoint, Feature.TAG, "sending tag messages")
-        draft = Draft(lib.TU_CHAIN_TAG_SEND, "tag_send", endpoint, fields={"tag": check_tag(tag)})
+        draft = Draft(lib.TU_CHAIN_TAG_SEND, "tag_send", endpoint)
+        draft.request.tag = check_tag(tag)
         return self._send(draft, data, length, options)
 
     @enable_ki_protection
@@ -400,14 +410,16 @@ class RequestChain(ChainBuilder):
         Raises: as :meth:`get`.
         """
         self._check_endpoints(endpoint, Feature.AM, "sending active messages")
-        fields = {"tag": check_integer(id, "the id", 0, MAX_ID), "reply": int(bool(reply))}
+        number = check_integer(id, "the id", 0, MAX_ID)
         check_elements(header, "send")
         with memoryview(header) as view:
             copied = bytes(view)
         longest = self._engine.identity.attributes.max_am_header
         if len(copied) > longest:
             raise ValueError(f"a header of {len(copied)} bytes is too long: this worker's limit is {longest}")
-        draft = Draft(lib.TU_CHAIN_AM_SEND, "am_send", endpoint, fields=fields, header=copied)
+        draft = Draft(lib.TU_CHAIN_AM_SEND, "am_send", endpoint)
+        draft.request.tag, draft.request.reply = number, bool(reply)
+        draft.set_header(copied)
         return self._send(draft, data, length, options)
 
     def _check_endpoints(self, endpoint: Endpoint | Choice, feature: Feature, doing: str) -> None:
@@ -418,12 +430,13 @@ class RequestChain(ChainBuilder):
             one._core.require(feature, doing)
 
     def _send(self, draft: Draft, data: Payload, length: Integer | int | None, options: RequestOptions) -> ChainRequest:
-        draft.parts = payload(data)
+        parts = payload(data)
         try:
-            draft.terms["length"] = sent_length(length, draft.parts)
+            draft.set("length", sent_length(length, parts))
+            draft.set_parts(parts)
             return self._add(draft, **options)
         except BaseException:
-            release(draft.parts)
+            release(parts)
             raise
 
     # ---- running ----
