@@ -44,7 +44,7 @@ FIGURES = {
     "GB/s": "large messages, all directions together, GB/s",
 }
 #: At most so many times Trio's figure; so many milliseconds.
-PINGS, STEP, LONGEST_STEP, BULK = 1.5, 1.0, 2.0, 0.95
+PINGS, STEP, LONGEST_STEP, BULK = 1.3, 1.0, 2.0, 0.95
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -75,6 +75,8 @@ def burst(*ways: str) -> tuple[Job, ...]:
     return tuple(Job("burst", 64 * KIB, way) for way in ways or ("",))
 
 
+#: Each message has a conversation of its own, which both sides open and leave.
+CONVERSATION = (Job("latency", 8, "conversation"),)
 IDLE = (Job("idle"),)
 CONNECT = (Job("connect", 8),)
 #: Latencies that ``compare.py --sizes`` prints in a table of their own.

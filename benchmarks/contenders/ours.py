@@ -16,7 +16,7 @@ import trio_ucx
 from trio_ucx import ucp
 
 from ..ends import Control, End, echo, ping, repeat
-from ..jobs import BY_SIZE, CONNECT, IDLE, Batch, Job, Kind, bandwidth, burst, latency, rate
+from ..jobs import BY_SIZE, CONNECT, CONVERSATION, IDLE, Batch, Job, Kind, bandwidth, burst, latency, rate
 from . import Contender
 from .trio_sockets import TrioEnd, receive_exactly
 
@@ -42,7 +42,7 @@ def contender(name: str, transport: str, jobs: tuple[Job, ...], **worker: float)
 
 def variants(transport: str) -> list[Contender]:
     full = latency() + bandwidth("receive_into", "receive", "byte stream") + rate("plain", "nowait", "group") + IDLE
-    full += CONNECT + BY_SIZE + (burst("plain", "plain, into", "group") if transport == "shm" else ())
+    full += CONVERSATION + CONNECT + BY_SIZE + (burst("plain", "plain, into", "group") if transport == "shm" else ())
     return [
         contender("default", transport, full),
         contender("yield_interval=100e-6", transport, latency() + rate("plain"), yield_interval=100e-6),
@@ -161,6 +161,8 @@ class OurEnd(TrioEnd):
         self.buffer[:] = bytes(batch.job.size)
 
     async def ping(self, batch: Batch) -> list[int]:
+        if batch.job.way == "conversation":
+            return await ping(self._ask, trio.lowlevel.checkpoint_if_cancelled, batch.count)
         if batch.job.way == "byte stream":
             send_all = partial(self.connection.send_all, self.payload)
             return await ping(send_all, partial(self._receive_exactly, batch.job.size), batch.count)
@@ -168,13 +170,28 @@ class OurEnd(TrioEnd):
         send = partial(self.connection.send, self.payload, tag=TAG)
         return await ping(send, partial(self.connection.receive_into, self.buffer, tag=TAG), batch.count)
 
+    async def _ask(self) -> None:
+        async with self.connection.open_conversation() as channel:
+            await channel.send(self.payload)
+            self.last = await channel.receive()
+
     async def echo(self, batch: Batch) -> None:
+        if batch.job.way == "conversation":
+            await self._answer(batch.count)
+            return
         if batch.job.way == "byte stream":
             await echo(self._send_last, partial(self._receive_exactly, batch.job.size), batch.count)
             return
         self.last = self.buffer
         send = partial(self.connection.send, self.buffer, tag=TAG)
         await echo(send, partial(self.connection.receive_into, self.buffer, tag=TAG), batch.count)
+
+    async def _answer(self, count: int) -> None:
+        arriving = self.connection.conversations()
+        for _ in range(count):
+            async with await anext(arriving) as channel:
+                self.last = await channel.receive()
+                await channel.send(self.last)
 
     async def _send_last(self) -> None:
         await self.connection.send_all(self.last)
