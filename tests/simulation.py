@@ -159,6 +159,9 @@ class SimulatedEngine:
     def reap(self) -> None:
         self.arrive()
 
+    def reap_soon(self) -> None:
+        pass
+
     def watch_events(self) -> None:
         pass
 

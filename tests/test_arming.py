@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from trio_ucx.ucp._engine import arming as _arming
 from trio_ucx.ucp._engine.arming import (
+    MAX_DEFER_SECONDS,
     MIN_DEFER_ROUNDS,
     MOMENT,
     STEADY,
@@ -41,6 +42,7 @@ class World:
     clock: float = 0.0
     # The worker.
     progress_count: int = 0
+    delivery_count: int = 0
     work: int = 0
     armed_by_ucx: bool = False
     descriptor: bool = False
@@ -79,6 +81,7 @@ class World:
         if self.leader and not self.leader_done and came and (self.leader_first or came >= waiting):
             self.leader_done = True
         self.progress_count += 1
+        self.delivery_count += 1
         self.armed_by_ucx = False
         return came > 0
 
@@ -297,7 +300,7 @@ def test_the_docstring_has_the_table() -> None:
 A, D, S, P, B, E = State
 EXPECTED: list[tuple[Event, State, State, list[str]]] = [
     # event, state before, state afterwards, what was done
-    (Event.POSTED, A, D, []),
+    (Event.POSTED, A, A, []),
     (Event.POSTED, D, D, []),
     (Event.POSTED, S, S, []),
     (Event.POSTED, P, P, []),
@@ -488,6 +491,32 @@ def test_a_timer_replaces_the_hook_while_one_task_comes_back_all_the_time() -> N
     one.round(others=True)
     assert one.arming.state is State.ARMED
     assert not one.arming.steady
+
+
+@pytest.mark.parametrize("polling", [False, True])
+@pytest.mark.parametrize("state", [State.ARMED, State.DISARMED, State.SUSPENDED, State.BACKING_OFF])
+def test_a_task_that_posts_in_every_round_starves_nobody(state: State, polling: bool) -> None:
+    one = world(state, polling=polling)
+    waited = 0.0
+    for _ in range(2000):
+        before, one.work = one.clock, one.work or 1
+        one.post()
+        one.round(others=True)
+        waited = waited + one.clock - before if one.work else 0.0
+        assert waited < MAX_DEFER_SECONDS + PAUSE
+
+
+def test_what_was_posted_beside_one_task_that_comes_back_all_the_time_need_not_wait_for_the_timer() -> None:
+    one = world(State.DISARMED)
+    for _ in range(STEADY + 1):
+        one.progress_and_deliver(arm=False)
+        one.go_on()
+    one.round(others=True)
+    assert one.arming.steady and not one.hook
+    one.arming.hurry()
+    one.post()
+    one.round()
+    assert not one.work and one.clock < TIMER
 
 
 def test_an_interrupted_progress_task_looks_again() -> None:

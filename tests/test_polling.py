@@ -9,13 +9,17 @@ from time import perf_counter
 
 import pytest
 import trio
-from helpers import open_pair, open_peer, pattern, tasks_begin, until
+import trio.testing
+from helpers import open_pair, open_peer, open_raw_pair, pattern, tasks_begin, until
 from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.testing import internals
 from trio_ucx.ucp._engine import waits
-from trio_ucx.ucp._tag import post_send
+from trio_ucx.ucp._engine.operations import Operation
+from trio_ucx.ucp._tag import post_receive, post_send
+from trio_ucx.ucp._util import ALL_BITS
 
 
 class Ticks(trio.abc.Instrument):
@@ -121,6 +125,39 @@ async def test_a_cancelled_receive_reports_what_it_has_dropped(
                     assert await worker.tag_receive(bytearray(10), 1) == (8, 1)
                 else:
                     assert await server.receive(tag=1) == b"too long"
+
+
+async def test_a_task_that_posts_in_every_round_starves_nobody(worker: ucp.Worker) -> None:
+    async with open_raw_pair(worker) as (client, _), trio.open_nursery() as nursery:
+        nursery.start_soon(worker.tag_receive, bytearray(8), 1)
+        await trio.testing.wait_all_tasks_blocked()
+        posted = []
+        with trio.fail_after(10):
+            while nursery.child_tasks:
+                if len(posted) == 200:
+                    post_send(internals(client), b"for it", 1)
+                operation = post_receive(internals(worker), bytearray(8), 2, ALL_BITS)
+                assert isinstance(operation, Operation)
+                posted.append(operation)
+                await trio.lowlevel.checkpoint()
+        for operation in posted:
+            operation.cancel()
+
+
+async def test_a_receive_is_cancelled_at_once_after_many_in_a_row(worker: ucp.Worker) -> None:
+    """The safety net's timer, which looks after a worker that is polled all the time, would end it 8 ms later."""
+    async with open_pair(worker) as (client, server):
+        arming = internals(worker).arming
+        late = []
+        for _ in range(10):
+            with trio.fail_after(10):
+                while not arming.steady:
+                    await client.send(b"x")
+                    await server.receive()
+            with trio.move_on_after(0.0005) as scope:
+                await worker.tag_receive(bytearray(8), 3)
+            late.append(trio.current_time() - scope.deadline)
+        assert min(late) < 0.003
 
 
 @pytest.mark.parametrize("rounds", range(1, 6))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import perf_counter
+
 import pytest
 import trio
 import trio.testing
@@ -55,6 +57,18 @@ async def test_an_error_cancels_the_rest_and_the_body(worker: ucp.Worker) -> Non
         other.append(0)
         await client.tag_send(b"not lost", 2)
         assert await worker.tag_receive(other, 2) == (8, 2)
+
+
+async def test_a_loop_that_only_posts_sees_which_requests_are_done(worker: ucp.Worker) -> None:
+    async with open_raw_pair(worker) as (client, _), worker.open_request_group() as group:
+        first, later = group.tag_receive(bytearray(4), 1), []
+        group.tag_send(client, b"done", 1)
+        deadline = perf_counter() + 10
+        while not first.done and perf_counter() < deadline:
+            later.append(group.tag_receive(bytearray(4), 2))
+        assert first.done
+        for request in later:
+            request.cancel()
 
 
 async def test_the_body_s_own_error(worker: ucp.Worker) -> None:

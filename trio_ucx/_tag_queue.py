@@ -438,7 +438,7 @@ class TagQueue:
 
     def advance(self) -> None:
         """Completes what can be completed, in order, and begins transfers for the receives that are next."""
-        # Beginning a transfer can deliver others, which call this again: then once more.
+        # A transfer that fails at once ends the connection, which calls this again: then once more.
         self._again = True
         if self._advancing:
             return

@@ -192,6 +192,7 @@ class Closing:
         error, reported = self.share.error, self.ending.reported
         if self.close_handshake.graceful:
             self.close_now()
+            self.engine.reap()
         else:
             self.abort()
         if undelivered and not reported:

@@ -210,9 +210,10 @@ class Sending:
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError) as error:
             if share.error is None:
                 share.fail(error if isinstance(error, UCXError) else UCXError(Status.IO_ERROR, str(error)))
-            self.engine.submit()
+            self.engine.reap_soon()
         except Exception as error:  # the sends of these messages have returned already
             self.internal_error(error)
+            self.engine.reap_soon()
 
     def internal_error(self, error: BaseException) -> None:
         """An exception in our own code: the connection ends. Never raises."""

@@ -220,7 +220,7 @@ bool tu_worker_reserve_scratch(tu_worker_t *worker);
 int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, bool once, int *armed);
 int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max);
 int tu_worker_look_unsignalled(int efd, tu_worker_t *worker, tu_record_t *out, size_t max);
-void tu_worker_submit(tu_worker_t *worker);
+bool tu_worker_submit(tu_worker_t *worker);
 unsigned tu_worker_progress(tu_worker_t *worker);
 int tu_worker_signal(tu_worker_t *worker);
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);

@@ -368,10 +368,12 @@ int tu_worker_look_unsignalled(int efd, tu_worker_t *worker, tu_record_t *out, s
     return tu_readable(efd) ? 0 : tu_worker_look(worker, out, max);
 }
 
-/* Makes UCX progress for what was just posted, for TU_SLICE at most. What arrives or completes stays in the ring. */
-void tu_worker_submit(tu_worker_t *worker)
+/* Makes UCX progress for what was just posted, for TU_SLICE at most. Returns whether records are in the ring, where they
+ * stay. */
+bool tu_worker_submit(tu_worker_t *worker)
 {
     progress_until_quiet(worker, 1, tu_now() + TU_SLICE);
+    return worker->used > 0;
 }
 
 int tu_worker_signal(tu_worker_t *worker)

@@ -198,8 +198,8 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         engine.teardown.on_broken.pop(self._key, None)
         lib.tu_am_close(handle)
         live_handles.closed("active message queue")
-        engine.submit()  # senders of rendezvous are answered
         self._waiters.fail(trio.ClosedResourceError("these active messages were closed"))
+        engine.reap()  # senders of rendezvous are answered
 
     def __enter__(self) -> ActiveMessages:
         return self

@@ -234,6 +234,7 @@ class RequestGroup(metaclass=OpenedNotConstructed):
             self._unfinished.add(posted)
             posted.notify = self._finished
             self._engine.watch_events()
+            self._engine.reap()  # so that a loop that posts sees which requests are done
         else:
             self._note(posted)
         return Request._create(posted, self._engine)
@@ -258,9 +259,10 @@ class RequestGroup(metaclass=OpenedNotConstructed):
             self._changed.set()
 
     def _cancel_all(self) -> None:
-        for pending in list(self._unfinished):
-            cancel(pending)
-        self._engine.reap()
+        if self._unfinished:
+            for pending in list(self._unfinished):
+                cancel(pending)
+            self._engine.reap()
 
     @enable_ki_protection
     async def _supervise(self) -> None:

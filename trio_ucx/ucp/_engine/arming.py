@@ -31,7 +31,7 @@ other transitions:
 ============  ==========  ==========  ===========  =============  =============  ==========
 Event         ``ARMED``   DISARMED    SUSPENDED    PROGRESSING    BACKING_OFF    ENDED
 ============  ==========  ==========  ===========  =============  =============  ==========
-``POSTED``    step_aside  defer       defer        --             defer          --
+``POSTED``    --          defer       defer        --             defer          --
 ``ASKED``     arm         serve       serve        progress       progress       progress
 ``PARKS``     --          arm         lead         progress       progress       progress
 ``OVERDUE``   --          arm         resume       --             progress       --
@@ -57,11 +57,11 @@ Event         ``ARMED``   DISARMED    SUSPENDED    PROGRESSING    BACKING_OFF   
 * *run* progresses and arms: ``ARMED`` when that succeeds; ``PROGRESSING`` when there is more to do at once, after a
   schedule point; ``BACKING_OFF`` when UCX refuses.
 
-After ``POSTED``, UCX has begun the operation, but what has arrived and completed by then is not delivered yet: tasks
-that poll or park deliver it, or ``OVERDUE`` does. ``ASKED`` delivers at once.
+UCX was progressed for what was ``POSTED``, so the worker is not armed then. What has arrived and completed by then is
+not delivered yet: tasks that poll or park deliver it, or ``OVERDUE`` does. ``ASKED`` delivers at once.
 
 ``OVERDUE`` happens when something is deferred and Trio has nothing else to run. If other tasks keep running, it happens
-when nothing has progressed the worker for ``MOMENT`` and for ``MIN_DEFER_ROUNDS`` rounds, or for ``MAX_DEFER_SECONDS``.
+when nothing has been delivered for ``MOMENT`` and for ``MIN_DEFER_ROUNDS`` rounds, or for ``MAX_DEFER_SECONDS``.
 (From one message to the next a task passes two rounds. These take longer than ``MOMENT`` if another process has the
 core.) A hook before Trio's waits notices this. The hook costs half a microsecond or more for each round of Trio's loop;
 so when the only task that waits has come back ``STEADY`` times in a row, a timer replaces the hook, and looks every
@@ -77,9 +77,9 @@ from typing import Protocol
 #: Seconds for which work may be deferred while other tasks run, and within which one message closely follows another.
 #: More would save calls, but a receiver that polls for DEFAULT_SPIN should not have to park meanwhile.
 MOMENT = 75e-6
-#: Rounds of Trio's loop without progress before arming is overdue, unless MAX_DEFER_SECONDS pass first.
+#: Rounds of Trio's loop without a delivery before arming is overdue, unless MAX_DEFER_SECONDS pass first.
 MIN_DEFER_ROUNDS = 3
-#: Seconds without progress after which arming is overdue, however few rounds have passed.
+#: Seconds without a delivery after which arming is overdue, however few rounds have passed.
 MAX_DEFER_SECONDS = 1e-3
 #: Seconds between two looks of the timer that replaces the hook.
 TIMER = 0.004
@@ -142,6 +142,10 @@ class Worker(Protocol):
 
     #: How often it was progressed.
     progress_count: int
+
+    @property
+    def delivery_count(self) -> int:
+        """How often it was progressed, and what had arrived was delivered."""
 
     def progress_and_deliver(self, arm: bool, once: bool = False) -> int:
         """Progresses and delivers until nothing moves, then arms if asked to. Returns a :class:`Progress`.
@@ -206,7 +210,7 @@ class Arming:
         self._returns = 0
         self.steady = False
         self._timer_at = -1
-        # The worker's progress_count, when it was last seen to grow, and how many rounds ago.
+        # The worker's delivery_count, when it was last seen to grow, and how many rounds ago.
         self._seen_count = 0
         self._seen_at = 0.0
         self._seen_rounds = 0
@@ -365,6 +369,12 @@ class Arming:
             self._deferred = True
             self.watch()
 
+    def hurry(self) -> None:
+        """Something waits to be delivered: the timer would look too late."""
+        if self.steady:
+            self.steady = False
+            self._returns = 0
+
     def task_resumed(self, parked: int) -> None:
         """A task found what it waited for, while the worker is not armed; so many others are parked."""
         alone = not parked and not self._jumping
@@ -401,16 +411,16 @@ class Arming:
             state = self.state
             if state not in _DEFERRED:
                 self._deferred = False
-            elif timeout > 0 or self._jumping or not self._progressed_lately():
+            elif timeout > 0 or self._jumping or not self._delivered_lately():
                 self._overdue()
         elif not batches and (self.steady or timeout > 0):
             self._idle += 1
             if self.steady or self._idle > IDLE_ROUNDS:
                 self._loop.stop_watching()
 
-    def _progressed_lately(self) -> bool:
-        """Whether somebody made the worker progress lately."""
-        count = self._worker.progress_count
+    def _delivered_lately(self) -> bool:
+        """Whether somebody has delivered lately what the worker had."""
+        count = self._worker.delivery_count
         if count != self._seen_count:
             self._seen_count = count
             self._seen_at = self._loop.now()
@@ -423,7 +433,7 @@ class Arming:
 
     def timer_ended(self) -> bool:
         """The timer that replaces the hook has ended. Whether it is to be started again."""
-        count = self._worker.progress_count
+        count = self._worker.delivery_count
         state = self.state
         if self.steady and count != self._timer_at and state is not State.PROGRESSING:
             self._timer_at = count
@@ -440,7 +450,7 @@ def _rows() -> dict[Event, tuple[Callable[[Arming], None], ...]]:
     signal, look, hand_over, step_aside = Arming._signal, Arming._look, Arming._hand_over, Arming._step_aside
     lead, run, resume, nothing = Arming._lead, Arming._run, Arming._resume, Arming._nothing
     return {  # ARMED, DISARMED, SUSPENDED, PROGRESSING, BACKING_OFF, ENDED
-        Event.POSTED: (step_aside, defer, defer, nothing, defer, nothing),
+        Event.POSTED: (nothing, defer, defer, nothing, defer, nothing),
         Event.ASKED: (arm, serve, serve, progress, progress, progress),
         Event.PARKS: (nothing, arm, lead, progress, progress, progress),
         Event.OVERDUE: (nothing, arm, resume, nothing, progress, nothing),

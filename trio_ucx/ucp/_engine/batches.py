@@ -11,9 +11,9 @@ class DeferredBatch(Protocol):
     """The sending part of a connection, with small messages that wait to be sent as one."""
 
     def send_batch(self) -> None:
-        """Hands the batched messages to UCX, and makes the engine progress if something remains to be done.
+        """Hands the batched messages to UCX, and submits what remains to be done. Never raises.
 
-        Never raises.
+        If that fails, it may wake tasks, and makes Trio look for them: a hook before Trio's waits calls this.
         """
 
     def internal_error(self, error: BaseException) -> None:

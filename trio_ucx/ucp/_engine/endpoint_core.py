@@ -104,11 +104,8 @@ class EndpointCore(Scope):
         return self.stream_buffer
 
     def keep(self, admission: Admission) -> None:
-        """Lets its peer in as long as UCX has the endpoint, which may have failed while it was made."""
-        if self.id in self.engine.endpoints:
-            self.admissions.append(admission)
-        else:
-            admission.end()
+        """Lets its peer in as long as UCX has the endpoint."""
+        self.admissions.append(admission)
 
     def lanes(self) -> list[bytes] | None:
         """``transport/device`` of each lane. None: it has ended, or UCX does not say (before 1.14)."""

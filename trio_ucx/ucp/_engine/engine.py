@@ -13,7 +13,8 @@ poll before they park (``waits.py``). Calls that must know what has arrived, suc
 with :meth:`Engine.reap`. The module ``arming.py`` decides what progresses the worker next.
 
 *Posting delivers nothing.* A task that posts an operation which does not complete at once calls :meth:`Engine.submit`:
-UCX begins it, and what arrives or completes meanwhile stays in the ring. So nothing changes under a caller's feet.
+UCX begins it, and what arrives or completes meanwhile stays in the ring. No delivery comes between two steps of a
+change.
 
 *Memory.* The in-flight table maps the id of each operation to an :class:`~.operations.Operation`, which pins
 the buffers until the completion record arrives, whatever became of the task that posted it. UCX can cancel a tag
@@ -122,8 +123,9 @@ class Engine:
         self.tag_dispatch = TagDispatch(self)
         self.receivers = Receivers(serves_memory=context._serves_memory)
         self.counters: collections.Counter[str] = collections.Counter()
-        #: How often the worker was progressed.
+        #: How often the worker was progressed, and how often of these only for what was posted.
         self.progress_count = 0
+        self._submit_count = 0
         records = ffi.new("tu_record_t[]", _BATCH)
         #: What C code writes: the records of one call, the same as words, and whether it has armed the worker.
         self._buffers = records, memoryview(ffi.buffer(records)).cast("Q"), ffi.new("int *")
@@ -246,19 +248,29 @@ class Engine:
     def submit(self) -> None:
         """To be called after posting something that is pending: UCX begins it.
 
-        Nothing changes under the caller's feet: what arrives or completes stays in the ring. Somebody reaps it soon:
-        see ``arming.py``.
+        What arrives or completes stays in the ring; ``arming.py`` sees to it that it is delivered soon.
         """
         if self._reaping or self.handle is None:
             return  # the worker is looked at again after a delivery
         self.progress_count += 1
-        lib.tu_worker_submit(self.handle)
+        self._submit_count += 1
+        if lib.tu_worker_submit(self.handle):
+            self.arming.hurry()
         self.arming.handle(Event.POSTED)
 
     def reap(self) -> None:
-        """Progresses the worker, and delivers what has arrived and completed; arms it again if it was armed."""
+        """Progresses the worker, and delivers what has arrived and completed; arms it if it was armed until now."""
         if not self._reaping:
             self.arming.handle(Event.ASKED)
+
+    def reap_soon(self) -> None:
+        """Reaps in the next round of Trio's loop; makes Trio look for runnable tasks before that."""
+        self.run.call_soon(self.reap)
+
+    @property
+    def delivery_count(self) -> int:
+        """How often records were asked for."""
+        return self.progress_count - self._submit_count
 
     def serve_parked(self) -> bool:
         """Progresses once. Whether something arrived, and every task that was parked goes on."""

@@ -71,6 +71,7 @@ class BeforeWait(trio.abc.Instrument):
             engine.arming.before_wait(timeout, batches=bool(engine.batches.batches))
         except BaseException as error:  # Trio would drop this instrument
             engine.internal_error(error)
+            engine.reap_soon()
 
 
 def _waited() -> float:

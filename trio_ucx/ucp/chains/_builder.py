@@ -132,7 +132,7 @@ class Draft:
     Attributes:
         request: the ``tu_chain_request_t``.
         computed: what depends on a result, or on local memory.
-        term_count: how many terms all that has.
+        term_count: how many terms the request has.
         pins: the buffers that it uses. They are the caller's until the request is added.
         into: the one for its result.
     """
@@ -383,6 +383,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         on_false: OnFalse | Retry = "error",
         after: ChainRequest | int | Iterable[ChainRequest | int] = (),
     ) -> ChainRequest:
+        self._check()
         if self._draft is not None and request is None:
             raise RuntimeError("the functions that follow() is given cannot add requests")
         into, native = draft.into, draft.request
@@ -414,9 +415,9 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
             native.retries = check_integer(retry.times, "the times of a Retry", 0, UNLIMITED)
             native.delay = int(min(check_timeout(retry.delay, "the delay of a Retry"), 1e9) * 1e9)
             draft.set_numbers("again", sorted({one.id for one in again}))
+        self._check()
         for pins in draft.pins:
             check_reaches(self._engine, pins)
-        self._check()
         if self._generation != request._generation or len(self._requests) != request.id:
             raise RuntimeError("the chain was changed while this request was described")
         if len(self._requests) >= self.capacity:

@@ -597,6 +597,7 @@ class RequestChain(ChainBuilder):
         self._generation += 1
         self._terms, self._barrier = 0, None
         self._requests, self._targets = [], {}
+        self._engine.reap()
 
     @enable_ki_protection
     def close(self) -> None:
@@ -607,6 +608,7 @@ class RequestChain(ChainBuilder):
         self._engine.run.check_thread()
         if self._native.handle is not None and not self._engine.run.inherited:
             self._end()
+            self._engine.reap()
 
     def _end(self) -> None:
         if self._starting:
