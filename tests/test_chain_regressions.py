@@ -32,6 +32,7 @@ from trio_ucx import ucp
 from trio_ucx._native import lib
 from trio_ucx.testing import internals
 from trio_ucx.ucp import chains
+from trio_ucx.ucp._engine.engine import Engine
 from trio_ucx.ucp.chains import _run
 
 
@@ -558,7 +559,9 @@ async def test_closed_and_its_connection_ended_before_the_end_of_the_run_is_deli
             await chain.run()
 
     def end() -> None:
-        chain.close()
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "reap", lambda _: None)
+            chain.close()
         connection.abort()
 
     async with open_two("tcp") as (worker, owner), open_pair(worker, owner) as (connection, _):
