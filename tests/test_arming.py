@@ -459,7 +459,7 @@ def test_deferred_arming_is_done_when_the_loop_is_idle(state: State) -> None:
     assert one.arming.state is State.ARMED
 
 
-def test_deferred_arming_is_done_a_moment_after_the_last_progress() -> None:
+def test_deferred_arming_is_done_a_moment_after_the_last_delivery() -> None:
     one = world(State.DISARMED)
     one.arming.defer()
     for _ in range(100):

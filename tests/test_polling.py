@@ -160,6 +160,23 @@ async def test_a_receive_is_cancelled_at_once_after_many_in_a_row(worker: ucp.Wo
         assert min(late) < 0.003
 
 
+async def test_a_post_beside_a_task_that_waits_is_not_left_to_the_timer(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+        engine = internals(worker)
+        with trio.fail_after(10):
+            while not engine.arming.steady:
+                await client.send(b"x")
+                await server.receive()
+        nursery.start_soon(server.receive)
+        await trio.testing.wait_all_tasks_blocked()
+        assert engine.waiting.parked
+        operation = post_receive(engine, bytearray(8), 3, ALL_BITS)
+        assert isinstance(operation, Operation)
+        assert not engine.arming.steady and engine.arming._deferred
+        operation.cancel()
+        nursery.cancel_scope.cancel()
+
+
 @pytest.mark.parametrize("rounds", range(1, 6))
 async def test_a_loss_that_a_cancelled_task_was_not_told(worker: ucp.Worker, rounds: int) -> None:
     """Then closing says that what was sent may not have arrived."""

@@ -81,6 +81,17 @@ async def test_the_body_s_own_error(worker: ucp.Worker) -> None:
     buffer.append(0)
 
 
+async def test_all_buffers_of_many_requests_are_free_when_their_group_was_cancelled(worker: ucp.Worker) -> None:
+    buffers = [bytearray(10) for _ in range(2000)]
+    with pytest.raises(ExceptionGroup):
+        async with worker.open_request_group() as group:
+            for buffer in buffers:
+                group.tag_receive(buffer, 1)
+            raise KeyError("mine")
+    for buffer in buffers:
+        buffer.append(0)
+
+
 async def test_cancelled_group_with_sends_that_nobody_receives(worker: ucp.Worker) -> None:
     async with open_pair(worker) as (client, server):
         data = bytearray(2**20)

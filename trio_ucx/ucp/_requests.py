@@ -259,10 +259,9 @@ class RequestGroup(metaclass=OpenedNotConstructed):
             self._changed.set()
 
     def _cancel_all(self) -> None:
-        if self._unfinished:
-            for pending in list(self._unfinished):
-                cancel(pending)
-            self._engine.reap()
+        for pending in list(self._unfinished):
+            cancel(pending)
+            self._engine.reap()  # each time: one delivery takes a bounded number of records
 
     @enable_ki_protection
     async def _supervise(self) -> None:

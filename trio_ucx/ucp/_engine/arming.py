@@ -22,7 +22,7 @@ State                 What progresses the worker next
 ``SUSPENDED``         tasks that poll or run; the progress task waits to be resumed
 ``PROGRESSING``       the progress task, which runs, or will in the next round of Trio's loop
 ``BACKING_OFF``       the progress task, after a pause: UCX has work that it cannot do yet, and refuses to be armed
-``ENDED``             tasks that ask or wait: there is no progress task any more
+``ENDED``             tasks that wait, and calls that ask: there is no progress task any more
 ====================  =======================================================================================
 
 Any progress disarms the worker, so ``ARMED`` becomes ``DISARMED`` by itself. These events cause the
@@ -46,7 +46,7 @@ Event         ``ARMED``   DISARMED    SUSPENDED    PROGRESSING    BACKING_OFF   
 * *lead* progresses until something is delivered, and arms if nothing is: ``ARMED``, and the task that parks leads. If
   UCX refuses to be armed: *resume*. Otherwise the state stays, because the task will probably go on; if it does not,
   it sends ``OVERDUE``.
-* *defer* leaves the worker as it is for a bounded time. *serve* progresses before that.
+* *defer* leaves the worker as it is for a bounded time. *serve* progresses and delivers, then defers.
 * *progress* progresses, and leaves the rest to the progress task, which will run soon.
 * *resume* lets the progress task run in the next round: ``PROGRESSING``. *signal* does the same by the descriptor.
 * *look* progresses once. When that lets every parked task go on, they will see to the rest: *step_aside*. Otherwise
@@ -57,7 +57,7 @@ Event         ``ARMED``   DISARMED    SUSPENDED    PROGRESSING    BACKING_OFF   
 * *run* progresses and arms: ``ARMED`` when that succeeds; ``PROGRESSING`` when there is more to do at once, after a
   schedule point; ``BACKING_OFF`` when UCX refuses.
 
-UCX was progressed for what was ``POSTED``, so the worker is not armed then. What has arrived and completed by then is
+Posting progresses UCX, so ``POSTED`` never finds the worker ``ARMED``. What has arrived and completed by then is
 not delivered yet: tasks that poll or park deliver it, or ``OVERDUE`` does. ``ASKED`` delivers at once.
 
 ``OVERDUE`` happens when something is deferred and Trio has nothing else to run. If other tasks keep running, it happens
@@ -145,7 +145,7 @@ class Worker(Protocol):
 
     @property
     def delivery_count(self) -> int:
-        """How often it was progressed, and what had arrived was delivered."""
+        """How often it was progressed in order to deliver."""
 
     def progress_and_deliver(self, arm: bool, once: bool = False) -> int:
         """Progresses and delivers until nothing moves, then arms if asked to. Returns a :class:`Progress`.
@@ -370,7 +370,7 @@ class Arming:
             self.watch()
 
     def hurry(self) -> None:
-        """Something waits to be delivered: the timer would look too late."""
+        """Something waits to be delivered, or another task waits: the timer would look too late."""
         if self.steady:
             self.steady = False
             self._returns = 0

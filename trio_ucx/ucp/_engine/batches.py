@@ -13,7 +13,8 @@ class DeferredBatch(Protocol):
     def send_batch(self) -> None:
         """Hands the batched messages to UCX, and submits what remains to be done. Never raises.
 
-        If that fails, it may wake tasks, and makes Trio look for them: a hook before Trio's waits calls this.
+        On failure it may wake tasks, although the caller may be the hook before Trio's waits. It then schedules a
+        reap, which ends Trio's wait.
         """
 
     def internal_error(self, error: BaseException) -> None:

@@ -9,8 +9,9 @@ which wakes tasks; no user code runs in a delivery. When there are none left, C 
 
 *What calls it.* One task waits for the descriptor with ``wait_readable``, and calls it whenever the descriptor wakes
 the task: one that is parked, or else a system task of the worker, the progress task (``progress.py``). Waiting tasks
-poll before they park (``waits.py``). Calls that must know what has arrived, such as ``receive_nowait``, begin or end
-with :meth:`Engine.reap`. The module ``arming.py`` decides what progresses the worker next.
+poll before they park (``waits.py``). Calls that must know what has arrived, such as ``receive_nowait``, begin with
+:meth:`Engine.reap`; calls that release buffers, such as ``abort``, end with it. The module ``arming.py`` decides what
+progresses the worker next.
 
 *Posting delivers nothing.* A task that posts an operation which does not complete at once calls :meth:`Engine.submit`:
 UCX begins it, and what arrives or completes meanwhile stays in the ring. No delivery comes between two steps of a
@@ -250,16 +251,22 @@ class Engine:
 
         What arrives or completes stays in the ring; ``arming.py`` sees to it that it is delivered soon.
         """
-        if self._reaping or self.handle is None:
-            return  # the worker is looked at again after a delivery
-        self.progress_count += 1
-        self._submit_count += 1
-        if lib.tu_worker_submit(self.handle):
+        if self.handle is None:
+            return
+        ready = self._reaping  # then a later round progresses
+        if not ready:
+            self.progress_count += 1
+            self._submit_count += 1
+            ready = lib.tu_worker_submit(self.handle)
+        if ready or self.waiting.parked:
             self.arming.hurry()
         self.arming.handle(Event.POSTED)
 
     def reap(self) -> None:
-        """Progresses the worker, and delivers what has arrived and completed; arms it if it was armed until now."""
+        """Progresses the worker, and delivers what has arrived and completed. Arms it if it was armed until now.
+
+        (Where something was posted before, it is not: it is armed when a task parks, or ``OVERDUE`` happens.)
+        """
         if not self._reaping:
             self.arming.handle(Event.ASKED)
 
@@ -269,7 +276,7 @@ class Engine:
 
     @property
     def delivery_count(self) -> int:
-        """How often records were asked for."""
+        """How often the worker was progressed in order to deliver."""
         return self.progress_count - self._submit_count
 
     def serve_parked(self) -> bool:

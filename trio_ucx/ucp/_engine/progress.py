@@ -42,8 +42,8 @@ INTERRUPTED = 0.0002
 class BeforeWait(trio.abc.Instrument):
     """Before Trio waits for events: sends batches, and re-arms a worker that was left disarmed.
 
-    It is present only while it is needed. It must not make a task runnable, because Trio has decided already how long
-    it waits.
+    It is present only while it is needed. It must not make a task runnable without scheduling something, too, because
+    Trio has decided already how long it waits.
     """
 
     def __init__(self, engine: Engine) -> None:

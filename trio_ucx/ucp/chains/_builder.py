@@ -433,9 +433,9 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         first = len(self._requests) - 1 if self.ordered and self._requests else self._barrier
         if first is not None and first not in after_ids:
             draft.set_numbers("behind", [first])
-        draft.set_numbers("targets", [self._target(thing, draft.atomic) for thing in things])
         if native.delay and self._engine not in Timer.of:
             Timer(self._engine)
+        draft.set_numbers("targets", [self._target(thing, draft.atomic) for thing in things])
         number = lib.tu_chain_add(self._native.handle, native)
         if number == Status.NO_MEMORY:
             raise MemoryError(f"no memory for {request.name}")
