@@ -326,6 +326,8 @@ async def test_refused_puts_are_reported_to_their_connection(transports: str) ->
         ):
             await remote.put(b"accepted")
             await others.put(b"accepted")
+            await remote.flush()
+            await others.flush()
             memory.close()
             for _ in range(3):
                 await others.put(b"refused")
