@@ -50,25 +50,17 @@ async def open_led(transports: str) -> AsyncIterator[tuple[trio_ucx.Connection, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arming, "MAX_DEFER_SECONDS", 60.0)
         patch.setattr(arming, "MIN_DEFER_ROUNDS", 1_000_000)
-        async with open_parking(config) as opened:
-            yield opened
-
-
-@asynccontextmanager
-async def open_parking(
-    config: dict[str, str],
-) -> AsyncIterator[tuple[trio_ucx.Connection, trio_ucx.Connection, ucp.Worker]]:
-    async with (
-        ucp.open_worker(config=config, spin=0) as worker,
-        ucp.open_worker(config=config, spin=0) as other,
-        open_pair(other, worker) as (client, server),
-    ):
-        for _ in range(2):  # the progress task has looked once, and steps aside from then on
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(server.receive)
-                await trio.sleep(0.01)  # it parks; the first does not lead
-                await client.send(b"x")
-        yield client, server, worker
+        async with (
+            ucp.open_worker(config=config, spin=0) as worker,
+            ucp.open_worker(config=config, spin=0) as other,
+            open_pair(other, worker) as (client, server),
+        ):
+            for _ in range(2):  # the progress task has looked once, and steps aside from then on
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(server.receive)
+                    await trio.sleep(0.01)  # it parks; the first does not lead
+                    await client.send(b"x")
+            yield client, server, worker
 
 
 async def wait_led(worker: ucp.Worker) -> None:
