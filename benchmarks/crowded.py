@@ -7,13 +7,14 @@ Measures several situations, one after the other; within each, the contenders ta
 * other processes beside them that compute all the time, with all processes wherever the kernel puts them;
 * 50 busy tasks in each process, each computing for 10 microseconds between its schedule points.
 
-Prints two tables: trio_ucx's defaults beside ``spin=0``, which never polls; and an echo of 8 bytes on the byte stream
-beside Trio's TCP, with its marks.
+Prints two tables: trio_ucx's defaults beside ``spin=0``, which never polls; and what is compared with Trio's TCP, with
+its marks: echoes on the byte stream, and WebSockets and HTTP over it, if their packages are installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import subprocess
@@ -29,21 +30,23 @@ import attrs
 from rich.table import Table
 
 from benchmarks import report, runner
-from benchmarks.contenders import Contender
+from benchmarks.contenders import Contender, protocols
 from benchmarks.contenders.ours import TLS
-from benchmarks.jobs import Job, latency, rate
+from benchmarks.jobs import KIB, Job, latency, rate
 from benchmarks.marks import Mark, Pick
 from benchmarks.pairs import Cpus, two_cpus
 from benchmarks.stats import scaled
 from trio_ucx._cli import quiet
 
 BUSY_TASKS = 50
-#: An echo on the byte stream.
-STREAM = Job("latency", 8, "byte stream")
+#: Echoes on the byte stream.
+STREAM, LARGE = Job("latency", 8, "byte stream"), Job("latency", 64 * KIB, "byte stream")
+PROTOCOLS = {"WebSocket": protocols.WEBSOCKET, "HTTP": protocols.HTTP}
 JOBS = (*latency(8), *rate("plain"))
 WORKERS: dict[str, dict[str, float]] = {"default": {}, "spin=0": {"spin": 0.0}}
-#: Limits of time and of CPU time, as multiples of Trio's over TCP.
-TIME, CPU = 1.15, 1.3
+#: Limits of time and of CPU time, as multiples of Trio's over TCP; of the time of a large echo without polling; and of
+#: a request of another protocol.
+TIME, CPU, LARGE_TIME, PROTOCOL_TIME = 1.15, 1.3, 1.3, 1.0
 ROUNDS, SECONDS = 7, 1.0
 QUICK_ROUNDS, QUICK_SECONDS = 3, 0.3
 
@@ -56,12 +59,14 @@ class Situation:
         one_core: whether both run on one core; else each has one of its own, unless there are ``hogs``.
         hogs: other processes that compute all the time; then the kernel chooses the cores of all processes.
         busy_tasks: tasks in each process that compute.
+        protocols: whether those of others are measured here.
     """
 
     name: str
     one_core: bool = False
     hogs: int = 0
     busy_tasks: int = 0
+    protocols: bool = False
 
     @property
     def cpus(self) -> Cpus:
@@ -75,41 +80,49 @@ class Situation:
     def theirs(self) -> str:
         return f"trio stream tcp, {self.name}"
 
+    def over(self, stream: str, protocol: str) -> str:
+        return f"{protocol} over {stream}, {self.name}"
+
     def contenders(self, transports: Sequence[str]) -> list[Contender]:
-        jobs = JOBS if self.busy_tasks else (*JOBS, STREAM)
-        found = [
-            Contender(
-                self.ours(name, transport),
-                transport,
-                "ours",
-                jobs,
-                options={"tls": TLS[transport], "worker": worker, "busy_tasks": self.busy_tasks},
-            )
-            for transport in transports
-            for name, worker in WORKERS.items()
-        ]
-        return found if self.busy_tasks else [Contender(self.theirs, "tcp", "trio_sockets", (STREAM,)), *found]
+        found = [] if self.busy_tasks else [Contender(self.theirs, "tcp", "trio_sockets", (STREAM, LARGE))]
+        for transport, (name, worker) in itertools.product(transports, WORKERS.items()):
+            jobs = JOBS if self.busy_tasks else (*JOBS, STREAM, LARGE)
+            options = {"tls": TLS[transport], "worker": worker, "busy_tasks": self.busy_tasks}
+            found.append(Contender(self.ours(name, transport), transport, "ours", jobs, options=options))
+        if self.protocols:
+            for name, job in PROTOCOLS.items():
+                found.append(protocols.contender(self.over("Trio's TCP", name), "tcp", job))
+                found += [protocols.ours(self.over(transport, name), transport, job) for transport in transports]
+        return [contender for contender in found if contender.installed]
 
     def marks(self, transports: Sequence[str]) -> list[Mark]:
-        return [
-            Mark(
-                f"{title}, {self.name}",
-                Pick(self.ours(worker, transport), STREAM, figure),
-                Pick(self.theirs, STREAM, figure),
-                "at most",
-                limit,
-            )
-            for transport in transports
-            for worker in WORKERS
-            for title, figure, limit in (("8 B echo", "median_us", TIME), ("its CPU time", "cpu_us", CPU))
-            if not self.busy_tasks
-        ]
+        """What is compared with Trio's TCP here."""
+        if self.busy_tasks:
+            return []
+        found = []
+        for transport, worker in itertools.product(transports, WORKERS):
+            ours = self.ours(worker, transport)
+            rows = [("8 B echo", STREAM, "median_us", TIME), ("its CPU time", STREAM, "cpu_us", CPU)]
+            if worker != "default":
+                rows.append(("64 KiB echo", LARGE, "median_us", LARGE_TIME))
+            for title, job, figure, limit in rows:
+                found.append(self._mark(title, Pick(ours, job, figure), Pick(self.theirs, job, figure), limit))
+        for transport, (name, job) in itertools.product(transports, PROTOCOLS.items() if self.protocols else ()):
+            one, other = (Pick(self.over(stream, name), job, "median_us") for stream in (transport, "Trio's TCP"))
+            found.append(self._mark(f"{name} request", one, other, PROTOCOL_TIME))
+        return found
+
+    def _mark(self, title: str, ours: Pick, theirs: Pick, limit: float) -> Mark:
+        return Mark(f"{title}, {self.name}", ours, theirs, "at most", limit)
 
 
 SITUATIONS = (
-    Situation("a core each"),
+    Situation("a core each", protocols=True),
     Situation("one core for both", one_core=True),
-    *(Situation(f"{count} busy process{'es' if count > 1 else ''}", hogs=count) for count in (1, 2, 4)),
+    *(
+        Situation(f"{count} busy process{'es' if count > 1 else ''}", hogs=count, protocols=count < 4)
+        for count in (1, 2, 4)
+    ),
     Situation(f"{BUSY_TASKS} busy tasks", busy_tasks=BUSY_TASKS),
 )
 
@@ -180,7 +193,8 @@ def main(given: Sequence[str] | None = None) -> int:
         failed += [row for row in rows.values() if row.errors]
 
         def look(pick: Pick, rows: runner.Rows = rows) -> float | None:
-            return rows[pick.contender, pick.job].figures.get(pick.figure)
+            row = rows.get((pick.contender, pick.job))
+            return row.figures.get(pick.figure) if row else None
 
         verdicts += [mark.check(look) for mark in situation.marks(transports)]
         for transport in transports:

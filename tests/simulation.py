@@ -605,10 +605,11 @@ class Side:
             if 0 < len(data) <= sending.credit.window // 4 and sending.send_short(wire.STREAM, data):
                 self.writes[-1] = len(data), True
                 return
+            view = memoryview(data)
+            view = view[sending.write_short(view) :]
         except (MemoryError, trio.BrokenResourceError):
             return
-        cut = stream.pieces(len(data), sending.credit.window, sending.credit.threshold)
-        view = memoryview(data)
+        cut = stream.pieces(len(view), sending.credit.window, sending.credit.threshold)
 
         def submit(piece: slice) -> Any:
             self.link.check()

@@ -59,6 +59,35 @@ async def test_long_writes_go_in_pieces_without_a_threshold() -> None:
                 assert client.statistics().messages_sent - before >= len(data) // 2**16
 
 
+async def test_a_write_is_cut_into_as_few_messages_as_can_be(worker: ucp.Worker) -> None:
+    """64 KiB are one, because many programs write so much at once."""
+    async with open_pair(worker) as (client, server):
+        for size, most in ((2**16, 1), (2**16 + 1, 2), (200_000, 4), (2**18 - 1, 4), (2**18, 1)):
+            before = client.statistics().messages_sent
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.send_all, bytearray(size))
+                got = 0
+                while got < size:
+                    got += len(await server.receive_some())
+            assert client.statistics().messages_sent - before == most, size
+
+
+async def test_data_of_a_short_write_are_free_when_it_returns(worker: ucp.Worker) -> None:
+    """Less than 256 KiB wait for nobody, and may be changed at once, although nothing was received."""
+    async with open_pair(worker) as (client, server):
+        data = bytearray(pattern(200_000))
+        with trio.fail_after(10):
+            await client.send_all(data)
+            await client.send_all(memoryview(data)[1:].cast("b"))
+        expected = bytes(data) + bytes(data[1:])
+        data[:] = bytes(len(data))
+        data += b"it can be resized, so nothing has pinned it"
+        got = b""
+        while len(got) < len(expected):
+            got += await server.receive_some()
+        assert got == expected
+
+
 async def test_one_task_at_a_time(worker: ucp.Worker) -> None:
     async with open_pair(worker) as (client, _), trio.open_nursery() as nursery:
         nursery.start_soon(client.receive_some)

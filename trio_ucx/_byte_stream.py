@@ -16,8 +16,8 @@ import collections
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-#: Small enough to be sent without waiting for the receiver, large enough that their number does not matter.
-SMALL_PIECE = 60 * 1024
+#: Small enough to be sent without waiting for the receiver. Programs often write so much at once.
+SMALL_PIECE = 64 * 1024
 #: From this size on, waiting for the receiver costs less than copying.
 LARGE_WRITE = 256 * 1024
 #: Small enough that a receiver can hold one in memory, large enough that their number does not matter.
@@ -28,14 +28,19 @@ AHEAD = 3
 READ_SIZE = 64 * 1024
 
 
+def small_piece(window: int) -> int:
+    """The size of a small piece, in bytes: no piece takes more than a quarter of the receiver's window."""
+    return min(SMALL_PIECE, max(1, window // 4))
+
+
 def pieces(total: int, window: int, threshold: int) -> Iterator[slice]:
     """How to cut a write of ``total`` bytes.
 
     Args:
-        window: the receiver's; no piece takes more than a quarter of it.
+        window: the receiver's.
         threshold: from how many bytes on a message stays with its sender; 0: it never does.
     """
-    small = min(SMALL_PIECE, max(1, window // 4))
+    small = small_piece(window)
     if 0 < threshold <= LARGE_PIECE and total >= LARGE_WRITE:
         count = -(-total // LARGE_PIECE)
         size = -(-total // (64 * count)) * 64  # alike: a small rest would be no piece that stays here

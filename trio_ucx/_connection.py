@@ -462,8 +462,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             link = self._link
             sending = link.sending
             # An empty message would be the end of the stream.
-            longest = min(sending.credit.window // 4, stream.SMALL_PIECE)
-            short = type(data) in (bytes, bytearray, memoryview) and 0 < len(data) <= longest
+            short = type(data) in (bytes, bytearray, memoryview) and 0 < len(data) <= stream.small_piece(
+                sending.credit.window
+            )
             if short and sending.send_short(wire.STREAM, data):
                 await link.engine.waiting.schedule_point()
                 return
@@ -471,12 +472,13 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             waited = False
             check_elements(data, "send")
             with memoryview(data) as view, view.cast("B") as flat:
+                rest = flat[sending.write_short(flat) :]
 
                 def submit(piece: slice) -> Pending | None:
                     link.check()  # another task may have closed since the last piece
-                    return sending.submit(wire.STREAM, flat[piece])
+                    return sending.submit(wire.STREAM, rest[piece])
 
-                cut = stream.pieces(len(flat), sending.credit.window, sending.credit.threshold)
+                cut = stream.pieces(len(rest), sending.credit.window, sending.credit.threshold)
                 write = stream.Write(submit, cut)
                 try:
                     while (pending := write.advance()) is not None:

@@ -18,7 +18,7 @@ from outcome import Error, Outcome, Value
 
 from .. import _wire as wire
 from .._batch import Batch
-from .._byte_stream import Tail
+from .._byte_stream import LARGE_WRITE, Tail, small_piece
 from .._close_handshake import CloseHandshake, Peer
 from .._credit import SendCredit
 from .._unread import UnreadThere
@@ -167,6 +167,23 @@ class Sending:
                 return True
         verdict = self.transport.send_bytes(queue, data)
         return True if verdict == 0 else self._keep(verdict, queue, data)
+
+    def write_short(self, data: memoryview) -> int:
+        """Writes bytes of a write below ``LARGE_WRITE`` to the byte stream, copied, until something is in the way.
+
+        To copy them costs less than to pin them, and to wait until UCX is done with them.
+
+        Returns:
+            How many bytes were written.
+        """
+        size = small_piece(self.credit.window)
+        written = 0
+        while written < len(data) < LARGE_WRITE:
+            piece = bytes(data[written : written + size])
+            if not self.send_short(wire.STREAM, piece):
+                break
+            written += len(piece)
+        return written
 
     def _keep(self, verdict: int, queue: int, data: bytes) -> SendOperation:
         """UCX has not taken a message, or a batch, at once: it needs it for a while, or refuses it."""
