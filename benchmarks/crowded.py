@@ -93,7 +93,7 @@ class Situation:
             for name, job in PROTOCOLS.items():
                 found.append(protocols.contender(self.over("Trio's TCP", name), "tcp", job))
                 found += [protocols.ours(self.over(transport, name), transport, job) for transport in transports]
-        return [contender for contender in found if contender.installed]
+        return found
 
     def marks(self, transports: Sequence[str]) -> list[Mark]:
         """What is compared with Trio's TCP here."""
@@ -153,7 +153,8 @@ def hogs(count: int) -> Iterator[None]:
 
 
 def measure(situation: Situation, transports: Sequence[str], rounds: int, seconds: float) -> runner.Rows:
-    plan = runner.Plan(situation.contenders(transports), rounds, seconds, situation.cpus)
+    contenders = [contender for contender in situation.contenders(transports) if contender.installed]
+    plan = runner.Plan(contenders, rounds, seconds, situation.cpus)
     figures = sum(len(contender.jobs) for contender in plan.contenders)
     with hogs(situation.hogs), report.progress(rounds * figures) as advance:
         return runner.run(plan, advance)
@@ -207,6 +208,9 @@ def main(given: Sequence[str] | None = None) -> int:
     to.print(report.marks_table(verdicts))
     for row in failed:
         to.print(f"{row.contender}, {row.job.key}: {report.trouble(row)}")
+    missing = {one.install for each in SITUATIONS for one in each.contenders(transports) if not one.installed}
+    for install in sorted(missing):
+        print(f"not measured, because it is not installed: {install}", file=sys.stderr)
     if warning := quiet.warning(busy):
         print(warning, file=sys.stderr)
     return 1 if failed else 0
