@@ -25,7 +25,7 @@ from outcome import Error
 import trio_ucx
 from trio_ucx import _byte_stream as stream
 from trio_ucx import _wire as wire
-from trio_ucx._close_handshake import Loss
+from trio_ucx._life import Loss
 from trio_ucx._link import Link, Options, Transport, closing, sending
 from trio_ucx._native import ffi, lib
 from trio_ucx._tag_queue import State, Want
@@ -675,7 +675,7 @@ class Side:
 
     def close(self) -> None:
         """Begins the graceful close, or goes on with it, as ``Closing.close_gracefully``."""
-        closing, handshake = self.link.closing, self.link.close_handshake
+        closing, handshake = self.link.closing, self.link.life
         if self.link.ending.state is CloseState.CLOSED:
             return
         if not self.closing:
@@ -768,7 +768,14 @@ class World:
     def _state(self) -> list[object]:
         return [
             (
-                *(len(side.got), side.end, side.write, side.link.closed, side.close_sent, len(side.transport.wire)),
+                *(
+                    len(side.got),
+                    side.end,
+                    side.write,
+                    side.link.life.closed,
+                    side.close_sent,
+                    len(side.transport.wire),
+                ),
                 *(len(side.transport.transfers), len(side.engine.deferred), len(side.transport.dying)),
                 *(sum(map(len, side.received.values())), side.link.share.handle is None),
             )

@@ -387,7 +387,7 @@ async def test_peer_that_closes_while_it_is_answered(worker: ucp.Worker) -> None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.aclose)
             async with there:
-                await until(lambda: link_of(server).close_handshake.peer_stopped)
+                await until(lambda: link_of(server).life.peer_stopped)
                 await there.send(b"answer")
                 raise AssertionError
             await server.receive(tag=1)

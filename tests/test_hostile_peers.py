@@ -392,7 +392,7 @@ async def test_long_frame_on_the_control_socket_is_not_kept(worker: ucp.Worker) 
         liar.send(struct.pack("<IB", MAX_FRAME, Kind.ABORT))
         sent = 0
         with trio.fail_after(15):
-            while not internals(server).closed and sent < 2 * MAX_FRAME and internals(server).share.error is None:
+            while not internals(server).life.closed and sent < 2 * MAX_FRAME and internals(server).share.error is None:
                 with contextlib.suppress(BlockingIOError, ConnectionError):
                     sent += liar.send(bytes(4096))
                 control = internals(server).closing.control_socket

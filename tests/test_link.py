@@ -21,8 +21,8 @@ from simulation import World, simulated
 
 from trio_ucx import _byte_stream as stream
 from trio_ucx import _wire as wire
-from trio_ucx._close_handshake import Loss, Peer
 from trio_ucx._credit import ANNOUNCEMENT, SendCredit
+from trio_ucx._life import Loss, Peer
 from trio_ucx._link.buffers import PackedMessages
 from trio_ucx._link.closing import Closing
 from trio_ucx._link.receiving import Receiving, Transfer
@@ -135,7 +135,7 @@ def _finish(world: World, ending: str, *, aborted: bool) -> None:
             b.close()
             world.run(act=True)
             # Neither waits for close_timeout, whatever it has sent and the other does not take.
-            assert a.link.closed and b.link.closed, "the close handshake hangs"
+            assert a.link.life.closed and b.link.life.closed, "the close handshake hangs"
     world.check_messages(everything=ending == "eof" and not aborted and not a.closing and not b.closing)
     for writer, reader in ((a, b), (b, a)):
         cleanly = not aborted and not both_closed and not reader.closing
@@ -144,7 +144,7 @@ def _finish(world: World, ending: str, *, aborted: bool) -> None:
         waiting = reader.link.sending.credit.waiting or writer.link.sending.credit.waiting
         if cleanly and ended and not waiting:
             assert reader.end == "eof"
-        if reader.end == "eof" and not writer.closing and not writer.link.closed:
+        if reader.end == "eof" and not writer.closing and not writer.link.life.closed:
             assert writer.eof_sent
 
 
@@ -468,7 +468,7 @@ def test_cancelled_piece_is_waited_for_when_something_follows(world: World) -> N
     a.close()
     assert not a.close_sent
     world.run(act=True)
-    assert a.link.closed and a.clean
+    assert a.link.life.closed and a.clean
     check_stream(a.writes, b.got, everything=True)
     assert len(b.got) > LARGE * 8 / 2 and b.end == "eof"
 
@@ -482,7 +482,7 @@ def test_cancelled_piece_at_the_end_is_given_up(world: World) -> None:
     assert a.close_sent
     world.run(act=False)
     a.close()
-    assert a.link.closed and a.clean
+    assert a.link.life.closed and a.clean
     b.read()
     b.read()
     assert len(b.got) == 8 and b.end == "eof"
@@ -534,12 +534,12 @@ def test_transfers_look_at_the_tag_queues_only_when_an_acknowledgement_is_owed(
     a.close()
     assert a.close_sent
     a.transport.deliver(8)
-    assert looks > 0 and b.link.close_handshake.peer is Peer.CLOSING
+    assert looks > 0 and b.link.life.peer is Peer.CLOSING
     assert b.transport.finish_transfer(0)
     assert receive.pending.outcome is not None
-    assert b.link.close_handshake.peer is Peer.ACKNOWLEDGED
+    assert b.link.life.peer is Peer.ACKNOWLEDGED
     world.run(act=True)
-    assert a.link.closed and a.clean
+    assert a.link.life.closed and a.clean
 
 
 def test_nothing_is_received_after_an_internal_error_has_ended_receives(world: World) -> None:

@@ -9,7 +9,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
     here           connections between two trio_ucx peers:
                      _wire, _credit, _unread,           the rules, without I/O
                        _tag_queue, _byte_stream,
-                       _batch, _close_handshake
+                       _batch, _life
                      _errors, _peer_info                why there is no connection, or no more; who the peer is
                      _link                              the rules of one connection, carried out over UCX
                      _handshake                         opening one: the control socket, authentication, the greeting

@@ -59,7 +59,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
 
     def _check_send(self) -> None:
         problem = self._talk.problem()
-        if problem is None and self._connection._link.close_handshake.peer_stopped:
+        if problem is None and self._connection._link.life.peer_stopped:
             problem = about(self._talk.origin, PeerClosed("the peer closed the connection"))
         if problem is not None:
             raise problem

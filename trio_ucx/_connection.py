@@ -20,7 +20,6 @@ from ._statistics import ConnectionStatistics
 from ._tag_queue import Want
 from .ucp import Endpoint, Worker
 from .ucp._endpoint import close_in_background
-from .ucp._engine.ending import CloseState
 from .ucp._engine.posting import completed
 from .ucp._engine.waits import Pending
 from .ucp._memory.buffers import Buffer, WritableBuffer
@@ -86,12 +85,12 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
         See :attr:`peer_state` for the peer.
         """
-        return self._link.ending.state is not CloseState.OPEN
+        return not self._link.life.open
 
     @property
     def peer_state(self) -> PeerState:
         """How far the peer has closed, as far as this side knows."""
-        return self._link.peer_state
+        return self._link.life.peer_state
 
     @property
     def draining(self) -> bool:
@@ -99,7 +98,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
         Receives then get what has arrived, and after that the end; sends go on.
         """
-        return self._link.receiving.draining
+        return self._link.life.draining
 
     @property
     def peer(self) -> PeerInfo:
@@ -599,7 +598,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """
         link = self._link
         link.engine.run.check_thread()
-        if link.ending.state is not CloseState.OPEN or not link.engine.usable:
+        if not link.life.open or not link.engine.usable:
             await trio.lowlevel.checkpoint()
             return
         link.closing.begin()
@@ -631,7 +630,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         await link.share.operations.wait_until(link.is_over)
         await link.engine.waiting.schedule_point()
         link.closing.raise_failure()
-        if link.peer_state is PeerState.LOST:
+        if link.life.broke:
             link.sending.check()
 
     @enable_ki_protection
@@ -665,7 +664,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     def __del__(self) -> None:
         link = self._link
-        if link.ending.state is CloseState.OPEN and not link.engine.run.inherited:
+        if link.life.open and not link.engine.run.inherited:
             warn_resource(f"unclosed {self!r}", self)
             link.on_unclosed = None
             link.engine.run.call_soon(link.abort)
@@ -673,11 +672,11 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     def __repr__(self) -> str:
         link = self._link
         state = "open"
-        if link.ending.state is not CloseState.OPEN:
+        if not link.life.open:
             state = "closed"
-        elif link.close_handshake.graceful:
+        elif link.life.graceful:
             state = "closed by the peer"
-        elif link.share.error is not None:
+        elif link.life.broke:
             state = "broken"
         return f"<trio_ucx.Connection to {link.share.label}, {state}>"
 

@@ -301,7 +301,7 @@ def _log_end(handler: Handler, connection: Connection, own: BaseException, raise
     Args:
         raised: what the handler raised: ``own``, or a group with it.
     """
-    in_order = isinstance(own, _IN_ORDER) or connection._link.close_handshake.peer_closes
+    in_order = isinstance(own, _IN_ORDER) or connection._link.life.peer_closes
     where = innermost_place(own) or innermost_place(raised)
     stood = f"at {where}" if where else "after it had returned"
     level = logging.DEBUG if in_order else logging.WARNING

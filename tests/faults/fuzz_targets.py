@@ -18,9 +18,9 @@ from simulation import InFlight, Side, World, simulated
 from test_exchange import GOOD_BODIES, KEYS, feed, reach, reachable
 
 from trio_ucx import _wire as wire
-from trio_ucx._close_handshake import Loss
 from trio_ucx._handshake.exchange import Kind, State
 from trio_ucx._handshake.peer_description import PeerDescription
+from trio_ucx._life import Loss
 from trio_ucx._tag_queue import Want
 from trio_ucx.ucp import WorkerAddress
 from trio_ucx.ucp._memory.buffers import Pinned

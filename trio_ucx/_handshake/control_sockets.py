@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import trio
 
-from .._close_handshake import Loss
+from .._life import Loss
 from .._peer_info import PeerInfo
 from .._wire import ProtocolError
 from ..ucp._contained import contained

@@ -22,8 +22,8 @@ import trio
 from outcome import Error, Value
 
 from .. import _wire as wire
-from .._close_handshake import Loss
 from .._errors import refusal
+from .._life import Loss
 from .._link import Link, Options, Transport
 from ..ucp import WorkerAddress
 from ..ucp._address import family_of, format_address

@@ -345,7 +345,7 @@ class Acceptor:
             reason_for_peer = "an internal error (its log says which)"  # the client may be a stranger
         finally:
             self._clients.pop(client, None)
-            if link is not None and not link.closed and not self.closed:
+            if link is not None and not link.life.closed and not self.closed:
                 if not contained(self._connected, link):
                     contained(link.abort)
             else:
@@ -460,7 +460,7 @@ class Acceptor:
         while self._ready:
             link = self._ready.popleft()
             self._place_may_be_free()
-            if not link.closed:
+            if not link.life.closed:
                 await trio.lowlevel.cancel_shielded_checkpoint()
                 break
             self.unaccepted -= 1

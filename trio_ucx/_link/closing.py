@@ -24,8 +24,8 @@ from typing import Protocol
 import trio
 
 from .. import _wire as wire
-from .._close_handshake import CloseHandshake, Loss, Peer
 from .._errors import PeerClosed, PeerLost
+from .._life import Life, Loss, Peer, PeerEvent
 from ..ucp import Status, UCXError
 from ..ucp._contained import contained, report
 from ..ucp._engine.ending import CloseState, internal_failure
@@ -67,7 +67,7 @@ class Closing:
     def __init__(
         self,
         transport: Transport,
-        close_handshake: CloseHandshake,
+        life: Life,
         sending: Sending,
         receiving: Receiving,
         close_timeout: float,
@@ -76,7 +76,7 @@ class Closing:
         self.share = transport.share
         self.ending = self.share.ending
         self.engine = transport.engine
-        self.close_handshake = close_handshake
+        self.life = life
         #: Tells that the peer aborted, ended or vanished.
         self.control_socket: ControlSocket | None = None
         #: Called when the connection has been closed.
@@ -86,9 +86,6 @@ class Closing:
         self._timeout = close_timeout
         self._deadline = math.inf
         self._unregister = unregister
-        self._aborted = False
-        #: How the peer was lost, for ``PeerLost.reason``; empty: UCX or its process says it.
-        self._reason = ""
         self.ending.origin.lost = self._lost_error
         #: What :meth:`finish` has raised.
         self._failure = ""
@@ -98,29 +95,29 @@ class Closing:
     # ---- the handshake ----
 
     def stop_arrived(self) -> None:
-        self.close_handshake.stop_arrived()
+        self.life.happened(PeerEvent.STOP)
         self._end_sends()
 
     def goodbye_arrived(self) -> None:
-        self.close_handshake.goodbye_arrived()
+        self.life.happened(PeerEvent.GOODBYE)
         self._end(None)
         self.acknowledge()
 
     def ack_arrived(self) -> None:
-        self.close_handshake.ack_arrived()
+        self.life.acknowledged = True
         self._sending.send_frame(wire.Done())
         self.share.operations.changed()
 
     def done_arrived(self) -> None:
-        self.close_handshake.done_arrived()
+        self.life.happened(PeerEvent.DONE)
         self.share.operations.changed()
-        if self.close_handshake.peer_closes and self.ending.state is CloseState.OPEN:
+        if self.life.peer_closes and self.life.open:
             self._peer_closed()
 
     def acknowledge(self) -> None:
         """Sends ACK if it is owed, and no transfer from the peer is in flight."""
-        if self.close_handshake.peer is Peer.CLOSING and not self._receiving.transferring():
-            self.close_handshake.ack_sent()
+        if self.life.peer is Peer.CLOSING and not self._receiving.transferring():
+            self.life.happened(PeerEvent.ACK_SENT)
             self._receiving.report_drops()
             self._sending.send_frame(wire.GoodbyeAck())
             self.share.operations.changed()
@@ -160,7 +157,7 @@ class Closing:
             await operations.wait_until(self.may_say_goodbye)
             if self.say_goodbye():
                 self.engine.watch_events()
-                await operations.wait_until(lambda: share.gone or self.close_handshake.acknowledged)
+                await operations.wait_until(lambda: share.gone or self.life.acknowledged)
             with trio.move_on_after(DONE_TIMEOUT):
                 self.engine.watch_events()
                 await operations.wait_until(self.peer_is_done)
@@ -171,15 +168,14 @@ class Closing:
 
     def say_goodbye(self) -> bool:
         """Sends GOODBYE, and returns whether that makes sense."""
-        handshake = self.close_handshake
-        if handshake.peer_closes or handshake.acknowledged or self.share.problem() is not None:
+        if self.life.graceful or self.share.problem() is not None:
             return False
         self._sending.send_frame(wire.Goodbye())
         return True
 
     def peer_is_done(self) -> bool:
         """Whether the peer does not wait for anything from us."""
-        return self.share.gone or not self.close_handshake.peer_waits
+        return self.share.gone or not self.life.peer_waits
 
     def finish(self) -> None:
         """Closes, by force if the handshake is not over.
@@ -190,7 +186,7 @@ class Closing:
         undelivered = self._sending.undelivered
         waiting_for = under_way(self.share.operations.in_order()) if undelivered else ""
         error, reported = self.share.error, self.ending.reported
-        if self.close_handshake.graceful:
+        if self.life.graceful:
             self.close_now()
             self.engine.reap()
         else:
@@ -200,12 +196,12 @@ class Closing:
                 reason = self._sending.dropped
             elif error is not None:
                 reason = str(error)
-            elif self.close_handshake.peer_stopped:
+            elif self.life.peer_stopped:
                 reason = "the peer closed the connection first"
             else:
                 limit = f"close_timeout, {self._timeout} seconds"
                 reason = f"the peer did not acknowledge within {limit}{waiting_for}"
-                self._reason = "unresponsive"
+                self.life.reason = "unresponsive"
             self._failure = f"closing: what was sent may not have been delivered: {reason}"
             self.raise_failure()
 
@@ -226,23 +222,23 @@ class Closing:
 
     def _lost_error(self, text: str) -> trio.BrokenResourceError:
         """The exception for using the connection after the peer has closed it, or is lost."""
-        if self.close_handshake.peer_stopped:
+        if self.life.peer_stopped:
             return PeerClosed(text)
         self._find_reason()
         error = PeerLost(text)
-        error.reason = self._reason or "broken"
+        error.reason = self.life.reason or "broken"
         return error
 
     def _find_reason(self) -> None:
         """Looks how the peer was lost, if only UCX has said yet that it is."""
-        if not self._reason and self.share.error is not None and self.control_socket is not None:
+        if not self.life.reason and self.share.error is not None and self.control_socket is not None:
             contained(self.control_socket.look)
-        if not self._reason and self.engine.broken is None:
+        if not self.life.reason and self.engine.broken is None:
             address = self.share.peer_address
             if address is not None and has_ended(address.process):
-                self._reason = "ended"
-            elif self._receiving.broken_off:
-                self._reason = "aborted"
+                self.life.reason = "ended"
+            elif self.life.broken_off:
+                self.life.reason = "aborted"
 
     def cut_off(self, kind: str, reason: str) -> None:
         """The peer cannot be reached any more.
@@ -250,7 +246,7 @@ class Closing:
         Args:
             kind: see ``PeerLost.reason``.
         """
-        self._reason = kind
+        self.life.reason = kind
         error = UCXError(Status.CONNECTION_RESET, f"the peer {reason}")
         self.share.fail(error)
 
@@ -266,9 +262,9 @@ class Closing:
             contained(self.control_socket.abort)  # nothing can arrive over UCX any more: the peer need not wait for it
 
     def _lost(self) -> None:
-        if self.ending.state is CloseState.CLOSED:
+        if self.life.closed:
             return
-        self.close_handshake.lost()
+        self.life.happened(PeerEvent.GONE)
         self._end(self.share.problem())
         self.share.operations.changed()
 
@@ -289,11 +285,10 @@ class Closing:
                 whose data are: waits for them, for a moment.
             refusal: it is a listener, which does not let this side in after all; in words.
         """
-        self._aborted = True
-        if self.close_handshake.graceful:
+        if self.life.graceful:
             self._peer_closed()
             return
-        self._reason = "aborted"
+        self.life.reason = "aborted"
         if self._receiving.lacks(sent):
             self.engine.run.spawn(lambda: self._cut_off_later(sent), f"trio_ucx abort of {self.share.label}")
         else:
@@ -313,13 +308,12 @@ class Closing:
         """The peer's end of the control socket was closed, or its host does not answer."""
         if loss.cause is not None:
             self.internal_error(loss.cause)
-        elif not self._aborted:
-            if self.close_handshake.graceful:
-                self._peer_closed()
-            elif loss.vanished:
-                self.cut_off("vanished", f"has vanished: {loss.reason}")
-            else:
-                self.cut_off("ended", f"has ended, or was cut off: {loss.reason}")
+        elif self.life.graceful:
+            self._peer_closed()
+        elif loss.vanished:
+            self.cut_off("vanished", f"has vanished: {loss.reason}")
+        elif self.life.reason != "aborted":  # else it has said more than the end of its control socket does
+            self.cut_off("ended", f"has ended, or was cut off: {loss.reason}")
 
     # ---- by force ----
 
@@ -337,7 +331,7 @@ class Closing:
 
     def abort(self) -> None:
         """Closes by force, at once; the peer is told on the control socket."""
-        if self.ending.state is CloseState.CLOSED:
+        if self.life.closed:
             return
         self._sending.send_batch()
         if self.control_socket is not None:
@@ -347,12 +341,10 @@ class Closing:
 
     def close_now(self) -> None:
         """Leaves the endpoint, and ends everything that waits. Closed already: no effect."""
-        if self.ending.state is CloseState.CLOSED:
+        if self.life.closed:
             return
         self.ending.state = CloseState.CLOSED
-        self.share.close(
-            reusable=self.close_handshake.graceful and not self._sending.undelivered and self._left_nothing()
-        )
+        self.share.close(reusable=self.life.graceful and not self._sending.undelivered and self._left_nothing())
         if self.control_socket is not None:
             self.control_socket.close()
         self._unregister()

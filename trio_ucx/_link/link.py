@@ -14,9 +14,9 @@ import attrs
 import trio
 
 from .. import _wire as wire
-from .._close_handshake import CloseHandshake, Peer
 from .._copies import immutable
-from .._peer_info import PeerInfo, PeerState
+from .._life import Life
+from .._peer_info import PeerInfo
 from .._tag_queue import Want
 from ..ucp import Worker
 from ..ucp._engine.ending import CloseState
@@ -91,12 +91,12 @@ class Link:
         self.pongs = 0
         self.owner: Owner | None = None
         self.on_unclosed: Callable[[], None] | None = None
-        self.close_handshake = close_handshake = CloseHandshake()
+        self.life = life = Life(share.ending)
         threshold = worker.context.rendezvous_threshold or 0
-        self.sending = Sending(transport, close_handshake, peer_window, threshold)
+        self.sending = Sending(transport, life, peer_window, threshold)
         self.receiving = Receiving(
             transport,
-            close_handshake,
+            life,
             self.sending,
             options.window,
             peer_threshold,
@@ -104,9 +104,7 @@ class Link:
             on_frame=self._frame_arrived,
             acknowledge=lambda: self.closing.acknowledge(),
         )
-        self.closing = Closing(
-            transport, close_handshake, self.sending, self.receiving, options.close_timeout, self._unregister
-        )
+        self.closing = Closing(transport, life, self.sending, self.receiving, options.close_timeout, self._unregister)
         tag_dispatch = self.engine.tag_dispatch
         tag_dispatch.sinks[my_id] = self.receiving
         self.engine.teardown.children[my_id] = self._unclosed
@@ -122,25 +120,12 @@ class Link:
             Others: see ``Engine.check``.
         """
         self.engine.check()
-        if self.ending.state is not CloseState.OPEN:
+        if self.ending.state is not CloseState.OPEN:  # every message passes here
             raise trio.ClosedResourceError("this connection was closed")
 
-    @property
-    def closed(self) -> bool:
-        return self.ending.state is CloseState.CLOSED
-
-    @property
-    def peer_state(self) -> PeerState:
-        if self.close_handshake.graceful:
-            return PeerState.FINISHED
-        if self.share.error is not None or self.close_handshake.peer is Peer.LOST:
-            return PeerState.LOST
-        return PeerState.FINISHED if self.receiving.stream_ended else PeerState.OPEN
-
     def is_over(self) -> bool:
-        """Whether :meth:`Connection.wait_closed` need not wait any more."""
-        broke = self.engine.broken is not None or self.peer_state is PeerState.LOST
-        return self.closed or broke or self.close_handshake.peer is Peer.CLOSED
+        """True if :meth:`Connection.wait_closed` need not wait any more."""
+        return self.life.over or self.engine.broken is not None
 
     async def ping(self) -> float:
         """Returns the seconds until the peer's library has answered.

@@ -15,13 +15,12 @@ import trio
 from outcome import Error, Value
 
 from .. import _wire as wire
-from .._close_handshake import CloseHandshake, Peer
 from .._credit import ReceiveCredit
+from .._life import Answer, Life, Peer
 from .._native import lib
 from .._tag_queue import Message, Receive, State, TagQueue, Want
 from ..ucp import MessageTooLong, Status, UCXError
 from ..ucp._contained import contained
-from ..ucp._engine.ending import CloseState
 from ..ucp._engine.operations import Operation
 from ..ucp._engine.posting import pin
 from ..ucp._engine.waits import Pending, Signal
@@ -47,7 +46,7 @@ class Receiving:
     def __init__(
         self,
         transport: Transport,
-        close_handshake: CloseHandshake,
+        life: Life,
         sending: Sending,
         window: int,
         peer_threshold: int,
@@ -60,7 +59,7 @@ class Receiving:
         self.share = transport.share
         self.ending = self.share.ending
         self.engine = transport.engine
-        self.close_handshake = close_handshake
+        self.life = life
         self.credit = ReceiveCredit(window, peer_threshold)
         self.max_message_size = max_message_size
         self.queues: dict[int, TagQueue] = {}
@@ -70,14 +69,6 @@ class Receiving:
         self.bytes_received = 0
         #: Receives whose task is gone, and whose buffer a message is written to.
         self.detached_receives: set[Receive] = set()
-        #: Whether a receive has reported that the connection broke: messages that arrive later are dropped.
-        self._over = False
-        #: Whether the peer has broken off a message: it closes by force, and its control socket says so in a moment.
-        self.broken_off = False
-        #: Whether our server shuts down: what has arrived can be received, and then the channel ends.
-        self.draining = False
-        #: Whether the end of the byte stream has arrived.
-        self.stream_ended = False
         #: Messages that were dropped, and whose sender was not told yet.
         self._drops: list[wire.Dropped] = []
         #: The tag queues of each task that waits for a message in any of several; empty for all.
@@ -112,7 +103,7 @@ class Receiving:
 
     def packed_arrived(self, number: int, count: int, length: int, data: bytes) -> None:
         """Small messages of one length arrived, one after the other in ``data``."""
-        if self._over:
+        if self.life.receive_reported:
             return
         try:
             if count == 0:
@@ -123,7 +114,7 @@ class Receiving:
                     return
                 wire.check_queue(number)
                 if number == wire.STREAM:
-                    self.stream_ended = self.stream_ended or length == 0
+                    self.life.stream_ended |= length == 0
                 else:
                     self.conversations.begun(number)
         except wire.ProtocolError as error:
@@ -147,7 +138,7 @@ class Receiving:
 
     def message_arrived(self, number: int, handle: int, length: int) -> None:
         """A message was announced, and UCX holds it."""
-        if self._over:
+        if self.life.receive_reported:
             self.transport.discard(handle)
             return
         try:
@@ -468,15 +459,15 @@ class Receiving:
         if status != Status.OK:
             doing = "receiving a message"
             if status == Status.CANCELED and message in queue.messages:  # else we have given it up
-                self.broken_off = True
+                self.life.broken_off = True
                 doing = "the peer aborted the connection in the middle of a message"
             error = self.share.problem() or error_from_status(status, doing, self.share.ending.origin)
         queue.moved(message, error)
-        if self.ending.state is not CloseState.CLOSED:
+        if not self.life.closed:
             self._end_unserved(queue)
             self._admit_next(queue)
             self.forget_idle(queue)
-            if self.close_handshake.peer is Peer.CLOSING:
+            if self.life.peer is Peer.CLOSING:
                 self._acknowledge()
 
     def consumed(self, message: Message) -> None:
@@ -523,23 +514,23 @@ class Receiving:
 
     def _end_error(self, queue: TagQueue | None) -> Exception | None:
         """What a receive gets for which no message is there; None while one may arrive."""
-        if self.ending.state is not CloseState.OPEN:
+        if not self.life.open:
             return trio.ClosedResourceError("this connection was closed")
         if queue is not None and queue.failure is not None:
             return self.share.problem() or queue.failure  # a new one: each raise makes the traceback longer
         talk = None if queue is None else self.conversations.channels.get(queue.number)
         if talk is not None and talk.peer_left:
             return talk.end()
-        if self.close_handshake.peer_closes:
+        if self.life.receives is Answer.END:
             origin = self.ending.origin if talk is None else talk.origin
             return about(origin, trio.EndOfChannel("the peer closed the connection"))
-        if self.draining and self.share.error is None and (queue is None or queue.number < wire.CONVERSATIONS):
+        if self.life.draining and self.share.error is None and (queue is None or queue.number < wire.CONVERSATIONS):
             return about(self.ending.origin, trio.EndOfChannel("this server shuts down (Server.drain)"))
         return self.share.problem()
 
     def drain(self) -> None:
         """From now on receives end where nothing has arrived."""
-        self.draining = True
+        self.life.draining = True
         for queue in list(self.queues.values()):
             self._end_unserved(queue)
         self.share.operations.changed()
@@ -570,13 +561,13 @@ class Receiving:
     def reported(self, error: BaseException) -> None:
         """The user gets this error from a receive."""
         if isinstance(error, trio.BrokenResourceError) and not is_about_a_part(error):
-            self.ending.reported = self._over = True
+            self.ending.reported = self.life.receive_reported = True
 
     def _failed(self, error: Exception) -> None:
         """Receives have ended with this error."""
         if isinstance(error, trio.BrokenResourceError) and not is_about_a_part(error):
             cause = error.__cause__
-            if not self.close_handshake.peer_closes and isinstance(cause, UCXError):
+            if not self.life.peer_closes and isinstance(cause, UCXError):
                 self.share.fail(cause)  # UCX has given up a message, and has not said that the endpoint failed
 
     def transferring(self) -> bool:

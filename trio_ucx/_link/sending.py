@@ -19,14 +19,13 @@ from outcome import Error, Outcome, Value
 from .. import _wire as wire
 from .._batch import Batch
 from .._byte_stream import LARGE_WRITE, Tail, small_piece
-from .._close_handshake import CloseHandshake, Peer
 from .._credit import SendCredit
+from .._life import Answer, Life
 from .._unread import UnreadThere
 from .._wire import SMALL_MESSAGE
 from ..ucp import Status, UCXError
 from ..ucp._contained import contained
 from ..ucp._engine.arming import MOMENT
-from ..ucp._engine.ending import CloseState
 from ..ucp._engine.operations import Operation
 from ..ucp._engine.posting import pending_operation, pin
 from ..ucp._memory.buffers import Buffer, Pinned
@@ -38,12 +37,12 @@ from .transport import Transport
 class Sending:
     """The sending half of a connection."""
 
-    def __init__(self, transport: Transport, close_handshake: CloseHandshake, peer_window: int, threshold: int) -> None:
+    def __init__(self, transport: Transport, life: Life, peer_window: int, threshold: int) -> None:
         self.transport = transport
         self.share = transport.share
         self.ending = self.share.ending
         self.engine = transport.engine
-        self.close_handshake = close_handshake
+        self.life = life
         self.credit: SendCredit[SendOperation] = SendCredit(peer_window, threshold)
         self.batch = Batch()
         self.tail: Tail[SendOperation] = Tail()
@@ -66,14 +65,14 @@ class Sending:
 
     def problem(self) -> Exception | None:
         """Why nothing can be sent, if so."""
-        if self.close_handshake.peer_stopped:
+        if self.life.sends is Answer.PEER_CLOSED:
             return broken("the peer closed the connection", self.share.error, self.ending.origin)
         return self.share.problem()
 
     @property
     def over(self) -> bool:
         """Whether nothing can be sent any more: a wait until something can be sent ends."""
-        return self.problem() is not None or self.ending.state is not CloseState.OPEN
+        return self.problem() is not None or not self.life.open
 
     def check(self) -> None:
         """Raises the reason why nothing can be sent, if there is one."""
@@ -137,7 +136,7 @@ class Sending:
             data = bytes(data)
         size = len(data)
         share = self.share
-        if share.handle is None or self.close_handshake.peer is not Peer.OPEN:
+        if share.handle is None or self.life.sends is not Answer.GOES_ON:
             return False
         if queue == wire.STREAM and self.tail.pieces:
             return False
@@ -145,7 +144,7 @@ class Sending:
         small = size <= SMALL_MESSAGE
         if not small and batch.parts:
             self.send_batch()
-            if share.handle is None or self.close_handshake.peer is not Peer.OPEN:
+            if share.handle is None or self.life.sends is not Answer.GOES_ON:
                 return False
         if not self.credit.take_short(queue, size):
             return False
@@ -395,9 +394,7 @@ class Sending:
     @property
     def undelivered(self) -> bool:
         """Whether something that was sent, and not cancelled, may not have reached the peer."""
-        return bool(self.credit.waiting) or self.close_handshake.undelivered(
-            self.credit.sent, self.cancelled, self.failed
-        )
+        return bool(self.credit.waiting) or self.life.undelivered(self.credit.sent, self.cancelled, self.failed)
 
 
 class SendOperation(Operation):

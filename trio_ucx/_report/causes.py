@@ -8,7 +8,6 @@ from .. import _wire as wire
 from .._link import Link
 from .._link.sending import SendOperation
 from ..ucp._engine.arming import State
-from ..ucp._engine.ending import CloseState
 from ..ucp._engine.engine import Engine
 from ..ucp._engine.operations import Operation
 from ..ucp._quirks.address_layout import is_loopback
@@ -57,7 +56,7 @@ def of_connection(
         operations: the sends that wait for credit, and what UCX has.
         handler: the task that serves it.
     """
-    if link.share.error is not None and not link.close_handshake.graceful:
+    if link.life.broke:
         yield f"it broke, and was not closed: {link.share.error}"
     address = link.share.peer_address
     if address is not None:
@@ -68,7 +67,7 @@ def of_connection(
         yield from link.owner.causes()
     yield from _of_messages(link, [one for one in operations if isinstance(one, SendOperation)])
     ended = link.closing.peer_ended_at
-    if link.ending.state is CloseState.CLOSING:
+    if link.life.closing:
         yield "it is being closed: the peer has not received everything, or does not answer"
     elif handler is not None and ended is not None:
         yield (

@@ -15,18 +15,17 @@ import trio
 
 from .. import _wire as wire
 from .._channels import Channel
-from .._close_handshake import Peer
 from .._connection import Connection
 from .._handshake.client import Connector
 from .._handshake.handshake import Handshake
 from .._handshake.registry import SOFTWARE
 from .._handshake.server import Acceptor
+from .._life import Peer
 from .._link import ChannelState, Link
 from .._link.sending import SendOperation
 from .._tag_queue import TagQueue
 from ..ucp._active_messages import ActiveMessages
 from ..ucp._engine.arming import State
-from ..ucp._engine.ending import CloseState
 from ..ucp._engine.endpoint_core import EndpointCore
 from ..ucp._engine.engine import Engine, engines
 from ..ucp._engine.operations import Operation
@@ -225,8 +224,8 @@ class _Collector:
 
     def connection(self, link: Link) -> Item:
         sent, received = link.sending.credit, link.receiving.credit
-        peer = _PEERS.get(link.close_handshake.peer, "closed by the peer")
-        state = "closing" if link.ending.state is CloseState.CLOSING else peer
+        peer = _PEERS.get(link.life.peer, "closed by the peer")
+        state = "closing" if link.life.closing else peer
         operations: list[Operation] = [*sent.waiting, *link.share.operations.in_order()]
         items = each("a tag", lambda queue: self.tag(link, queue), link.receiving.queues.values())
         items += each("a channel", self.channel, link.receiving.conversations.channels.values())
@@ -237,7 +236,7 @@ class _Collector:
             items.append(item("served by task {task!r}{where}", **attrs.asdict(handler)))
         elif link.owner:
             items.append(Item(f"belongs to {link.owner.name}"))
-        elif not items and link.ending.state is CloseState.OPEN and link.close_handshake.peer is Peer.OPEN:
+        elif not items and link.life.open and link.life.peer is Peer.OPEN:
             text = "no task uses it, and it was not closed: a peer that waits for its end needs an aclose()"
             items.append(Item(text))
         return item(
