@@ -1,14 +1,14 @@
-"""trio_ucx where there is no core to spare: ``python benchmarks/crowded.py``.
+"""Measures trio_ucx where cores are busy: ``python benchmarks/crowded.py``.
 
-Measures several situations, one after the other; within each, the contenders take turns:
+There are several situations, one after the other; within each, the contenders take turns:
 
 * a core for each of the two processes;
 * both processes on one core, where a process that polls keeps its peer from answering;
-* other processes beside them that compute all the time, with all processes wherever the kernel puts them;
+* 1, 2 or 4 more processes that compute all the time: the kernel places all processes on the same two cores;
 * 50 busy tasks in each process, each computing for 10 microseconds between its schedule points.
 
-Prints two tables: trio_ucx's defaults beside ``spin=0``, which never polls; and what is compared with Trio's TCP, with
-its marks: echoes on the byte stream, and WebSockets and HTTP over it, if their packages are installed.
+Prints two tables. The first compares the default worker with one that never polls (``spin=0``). The second compares
+echoes on the byte stream, and WebSockets and HTTP over it, with Trio's TCP, and has the marks.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ STREAM, LARGE = Job("latency", 8, "byte stream"), Job("latency", 64 * KIB, "byte
 PROTOCOLS = {"WebSocket": protocols.WEBSOCKET, "HTTP": protocols.HTTP}
 JOBS = (*latency(8), *rate("plain"))
 WORKERS: dict[str, dict[str, float]] = {"default": {}, "spin=0": {"spin": 0.0}}
-#: Limits of time and of CPU time, as multiples of Trio's over TCP; of the time of a large echo without polling; and of
-#: a request of another protocol.
+#: Upper limits, as multiples of Trio's TCP: the time and the CPU time of an echo of 8 bytes; the time of one of 64 KiB
+#: with spin=0; the time of a WebSocket or HTTP request.
 TIME, CPU, LARGE_TIME, PROTOCOL_TIME = 1.15, 1.3, 1.3, 1.0
 ROUNDS, SECONDS = 7, 1.0
 QUICK_ROUNDS, QUICK_SECONDS = 3, 0.3
@@ -57,9 +57,9 @@ class Situation:
 
     Attributes:
         one_core: whether both run on one core; else each has one of its own, unless there are ``hogs``.
-        hogs: other processes that compute all the time; then the kernel chooses the cores of all processes.
-        busy_tasks: tasks in each process that compute.
-        protocols: whether those of others are measured here.
+        hogs: the number of other processes that compute all the time; the kernel places all of them on two cores.
+        busy_tasks: the number of computing tasks in each process.
+        protocols: whether WebSockets and HTTP are measured.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Situation:
         return found
 
     def marks(self, transports: Sequence[str]) -> list[Mark]:
-        """What is compared with Trio's TCP here."""
+        """Returns the comparisons with Trio's TCP; none with busy tasks."""
         if self.busy_tasks:
             return []
         found = []
@@ -210,7 +210,7 @@ def main(given: Sequence[str] | None = None) -> int:
         to.print(f"{row.contender}, {row.job.key}: {report.trouble(row)}")
     missing = {one.install for each in SITUATIONS for one in each.contenders(transports) if not one.installed}
     for install in sorted(missing):
-        print(f"not measured, because it is not installed: {install}", file=sys.stderr)
+        print(f"not measured, because packages are missing, which this installs: {install}", file=sys.stderr)
     if warning := quiet.warning(busy):
         print(warning, file=sys.stderr)
     return 1 if failed else 0

@@ -602,14 +602,14 @@ class Side:
         self.writes.append((len(data), False))
         sending = self.link.sending
         try:
-            if 0 < len(data) <= sending.credit.window // 4 and sending.send_short(wire.STREAM, data):
+            if 0 < len(data) <= stream.small_piece(sending.credit.window) and sending.send_short(wire.STREAM, data):
                 self.writes[-1] = len(data), True
                 return
             view = memoryview(data)
-            view = view[sending.write_short(view) :]
+            written = sending.write_short(view)
         except (MemoryError, trio.BrokenResourceError):
             return
-        cut = stream.pieces(len(view), sending.credit.window, sending.credit.threshold)
+        cut = stream.pieces(len(view), sending.credit.window, sending.credit.threshold, written)
 
         def submit(piece: slice) -> Any:
             self.link.check()
@@ -675,8 +675,8 @@ class Side:
 
     def close(self) -> None:
         """Begins the graceful close, or goes on with it, as ``Closing.close_gracefully``."""
-        closing, handshake = self.link.closing, self.link.life
-        if self.link.ending.state is CloseState.CLOSED:
+        closing, life = self.link.closing, self.link.life
+        if life.closed:
             return
         if not self.closing:
             self.closing = True
@@ -685,7 +685,7 @@ class Side:
             self.close_sent = True
             self.waits_for_ack = closing.say_goodbye()
         if self.close_sent:
-            answered = not self.waits_for_ack or handshake.acknowledged or self.link.share.handle is None
+            answered = not self.waits_for_ack or life.acknowledged or self.link.share.handle is None
             if answered and closing.peer_is_done():
                 try:
                     closing.finish()

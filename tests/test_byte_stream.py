@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import Certificates, Rounds, check_stream, numbered_write, open_pair, pattern
+from helpers import Certificates, Rounds, assert_free, check_stream, numbered_write, open_pair, pattern
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._link import sending
 from trio_ucx._link.buffers import ReadBuffer
 from trio_ucx.testing import open_clogged_pair, open_connection_pair, open_pair_over_listener
 
@@ -72,9 +73,16 @@ async def test_a_write_is_cut_into_as_few_messages_as_can_be(worker: ucp.Worker)
             assert client.statistics().messages_sent - before == most, size
 
 
-async def test_data_of_a_short_write_are_free_when_it_returns(worker: ucp.Worker) -> None:
-    """Less than 256 KiB wait for nobody, and may be changed at once, although nothing was received."""
+async def test_data_of_a_short_write_are_free_when_it_returns(
+    worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less than 256 KiB are copied: they wait for nobody, and may be changed at once, although nothing was received."""
     async with open_pair(worker) as (client, server):
+
+        def pin(*args: object) -> None:
+            raise AssertionError("a short write was pinned")
+
+        monkeypatch.setattr(sending, "pin", pin)
         data = bytearray(pattern(200_000))
         with trio.fail_after(10):
             await client.send_all(data)
@@ -86,6 +94,28 @@ async def test_data_of_a_short_write_are_free_when_it_returns(worker: ucp.Worker
         while len(got) < len(expected):
             got += await server.receive_some()
         assert got == expected
+
+
+async def test_data_of_a_write_that_failed_are_free(worker: ucp.Worker) -> None:
+    """Also as long as the error is kept, whose traceback has what the write had."""
+    async with open_pair(worker, window=4096) as (client, server):
+        data = bytearray(200_000)
+        errors: list[BaseException] = []
+
+        async def write() -> None:
+            try:
+                await client.send_all(data)
+            except trio.BrokenResourceError as error:
+                errors.append(error)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            await trio.testing.wait_all_tasks_blocked()
+            server.abort()
+        assert len(errors) == 1
+        with trio.fail_after(10):
+            await client.wait_buffers_released()
+        assert_free(data)
 
 
 async def test_one_task_at_a_time(worker: ucp.Worker) -> None:

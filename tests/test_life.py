@@ -15,8 +15,8 @@ from trio_ucx.ucp._engine.ending import CloseState, Ending
 
 #: How the tables call what calls get: receives, sends.
 WORDS = (
-    {"wait": Answer.GOES_ON, "end of the channel": Answer.END, "broken": Answer.LOST},
-    {"are sent": Answer.GOES_ON, "broken": Answer.PEER_CLOSED},
+    {"wait": Answer.GOES_ON, "EndOfChannel": Answer.END, "PeerLost": Answer.LOST},
+    {"are sent": Answer.GOES_ON, "PeerClosed": Answer.PEER_CLOSED, "PeerLost": Answer.LOST},
 )
 
 
@@ -30,9 +30,8 @@ def rows(title: str) -> list[list[str]]:
 
 def test_the_table_of_what_calls_get() -> None:
     table = {}
-    for name, receives, sends in rows("the peer"):
-        answers = [words[said.partition(":")[0]] for words, said in zip(WORDS, (receives, sends), strict=True)]
-        table[Peer[name]] = (answers[0], Answer.LOST if Peer[name] is Peer.LOST else answers[1])
+    for name, *cells in rows("the peer"):
+        table[Peer[name]] = tuple(words[cell.partition(":")[0]] for words, cell in zip(WORDS, cells, strict=True))
     assert table == ANSWERS
 
 

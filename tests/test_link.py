@@ -16,7 +16,7 @@ import trio
 from helpers import check_stream, numbered_write
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outcome import Error
+from outcome import Error, Value
 from simulation import World, simulated
 
 from trio_ucx import _byte_stream as stream
@@ -28,6 +28,7 @@ from trio_ucx._link.closing import Closing
 from trio_ucx._link.receiving import Receiving, Transfer
 from trio_ucx._link.sending import Sending, SendOperation
 from trio_ucx._tag_queue import TagQueue, Want
+from trio_ucx.ucp import Status
 from trio_ucx.ucp._engine.waits import Signal
 
 WINDOWS = [8192, 40_000]  # less and more than an announcement costs
@@ -500,6 +501,36 @@ def test_nothing_is_delivered_behind_a_piece_that_was_lost(world: World) -> None
     b.read()
     b.read()
     assert b.end == "broken" and not b.got
+
+
+def test_the_end_of_the_control_socket_after_a_message_was_broken_off(world: World) -> None:
+    """The connection has ended, although the peer could not say that it closes by force."""
+    a, b = world.sides
+    a.send(0, 12_000)
+    b.receive(0, Want.INTO)
+    a.transport.deliver(8)
+    b.cancel_receive(0)
+    [operation] = b.engine.in_flight.values()
+    b.engine.complete(operation.id, Status.CANCELED)
+    assert b.link.life.broken_off and not b.link.life.over
+    b.link.closing.control_lost(Loss("ended"))
+    assert b.link.life.over and b.link.sending.problem() is not None
+
+
+def test_what_the_control_socket_does_after_an_abort_says_nothing(world: World) -> None:
+    """What the peer had sent before it aborted still has its time to arrive."""
+    a, b = world.sides
+    a.send(0, 12_000)
+    b.receive(0, Want.INTO)
+    receive = b.receivers[-1]
+    a.transport.deliver(8)
+    b.engine.run.spawn = lambda function, name: None  # it would end the wait after a while
+    b.link.closing.peer_aborted(2)
+    b.link.closing.goodbye_arrived()
+    b.link.closing.control_lost(Loss("ended"))
+    assert receive.pending.outcome is None
+    assert b.transport.finish_transfer(0)
+    assert isinstance(receive.pending.outcome, Value)
 
 
 def test_transfers_look_at_the_tag_queues_only_when_an_acknowledgement_is_owed(

@@ -1,8 +1,8 @@
 """The byte stream over a tag queue: how writes are cut into messages, and what a cancelled write withdraws. Pure.
 
-A small write is one message, which the receiver's library holds until it is read: no write waits for the other side
-while the window has room. A write of ``LARGE_WRITE`` bytes or more goes in pieces that stay with the sender until they
-are read, and then move without a copy on the way. An empty message ends the stream.
+A write of less than ``LARGE_WRITE`` bytes goes in small pieces, which the receiver's library holds until they are read:
+it waits only while the receiver's window is full. A larger write goes in large pieces, if the rendezvous threshold
+allows that: they stay in the sender's buffer until they are read. An empty message ends the stream.
 
 What arrives is a prefix of what was written, whatever is cancelled. Pieces are sent in order. When a write is
 cancelled, the pieces that were not sent are withdrawn, the last first; those that were sent stay. A graceful close
@@ -16,25 +16,25 @@ import collections
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-#: Small enough to be sent without waiting for the receiver. Programs often write so much at once.
+#: Bytes. Small enough to be sent without waiting for the receiver; 64 KiB, because programs often write that much.
 SMALL_PIECE = 64 * 1024
-#: From this size on, waiting for the receiver costs less than copying.
+#: Bytes. From this size on, waiting for the receiver costs less than copying.
 LARGE_WRITE = 256 * 1024
-#: Small enough that a receiver can hold one in memory, large enough that their number does not matter.
+#: Bytes, at most. Small enough that a receiver can hold one in memory, large enough that their number does not matter.
 LARGE_PIECE = 2**20
-#: How many pieces of one write are in flight at once.
+#: The most pieces of one write that are in flight at once.
 AHEAD = 3
-#: A read joins small pieces up to this size.
+#: Bytes. A read joins small pieces until it has so many.
 READ_SIZE = 64 * 1024
 
 
 def small_piece(window: int) -> int:
-    """The size of a small piece, in bytes: no piece takes more than a quarter of the receiver's window."""
+    """Returns the most bytes of a small piece: no piece takes more than a quarter of the receiver's window."""
     return min(SMALL_PIECE, max(1, window // 4))
 
 
-def pieces(total: int, window: int, threshold: int) -> Iterator[slice]:
-    """How to cut a write of ``total`` bytes.
+def pieces(total: int, window: int, threshold: int, start: int = 0) -> Iterator[slice]:
+    """How to cut a write of ``total`` bytes, from ``start`` on.
 
     Args:
         window: the receiver's.
@@ -46,8 +46,8 @@ def pieces(total: int, window: int, threshold: int) -> Iterator[slice]:
         size = -(-total // (64 * count)) * 64  # alike: a small rest would be no piece that stays here
     else:
         size = small if not threshold else min(small, max(1, threshold - 1))
-    for start in range(0, total, size):
-        yield slice(start, min(start + size, total))
+    for place in range(start, total, size):
+        yield slice(place, min(place + size, total))
 
 
 class Piece(Protocol):

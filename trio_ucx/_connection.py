@@ -471,13 +471,13 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             waited = False
             check_elements(data, "send")
             with memoryview(data) as view, view.cast("B") as flat:
-                rest = flat[sending.write_short(flat) :]
+                written = sending.write_short(flat)
 
                 def submit(piece: slice) -> Pending | None:
                     link.check()  # another task may have closed since the last piece
-                    return sending.submit(wire.STREAM, rest[piece])
+                    return sending.submit(wire.STREAM, flat[piece])
 
-                cut = stream.pieces(len(rest), sending.credit.window, sending.credit.threshold)
+                cut = stream.pieces(len(flat), sending.credit.window, sending.credit.threshold, written)
                 write = stream.Write(submit, cut)
                 try:
                     while (pending := write.advance()) is not None:

@@ -1,42 +1,43 @@
-"""The life of a connection: how it ends, and what its calls do then. Pure.
+"""The life of a connection: how far each side is in closing it, and what sends and receives do then. No I/O.
 
-What this side has done is :attr:`Ending.state`, what it failed with is :attr:`Ending.error`, and what the peer has done
-is :class:`Peer`. :attr:`Life.sends` and :attr:`Life.receives` follow from that:
+``Ending.state`` says what this side has done, ``Ending.error`` what the connection has failed with, and ``Life.peer``
+what the peer has done. ``Life.receives`` and ``Life.sends`` depend on ``Life.peer`` alone:
 
 ============  ==========================================  =============================================
-the peer      our receives, once what arrived was read    our sends
+the peer      receives, once what arrived was read        sends
 ============  ==========================================  =============================================
 OPEN          wait                                        are sent
-STOPPED       wait                                        broken: nobody would read them
-CLOSING       end of the channel                          broken
-ACKNOWLEDGED  end of the channel                          broken
-CLOSED        end of the channel                          broken
-LOST          broken                                      broken
+STOPPED       wait                                        PeerClosed: the peer reads no more
+CLOSING       EndOfChannel                                PeerClosed
+ACKNOWLEDGED  EndOfChannel                                PeerClosed
+CLOSED        EndOfChannel                                PeerClosed
+LOST          PeerLost                                    PeerLost
 ============  ==========================================  =============================================
 
-When this side has closed the connection, both get ``ClosedResourceError``. When our server drains, receives get the end
-of the channel, and sends go on.
+The callers check two things besides. Once this side begins to close, every call raises ``ClosedResourceError``. While
+our server drains, a receive outside conversations gets ``EndOfChannel`` if no message is there for it.
 
-These events change what the peer has done:
+These events change ``Life.peer``:
 
 ============  ====================================================  ======================
 event         what has happened                                     what the peer is then
 ============  ====================================================  ======================
-STOP          its STOP has arrived                                  OPEN -> STOPPED
-GOODBYE       its GOODBYE has arrived                               OPEN, STOPPED -> CLOSING
-ACK_SENT      we have acknowledged that                             CLOSING -> ACKNOWLEDGED
-DONE          it has our ACK                                        ACKNOWLEDGED -> CLOSED
-GONE          it cannot be reached any more                         OPEN, STOPPED -> LOST; else CLOSED
+STOP          the peer's STOP has arrived                           OPEN -> STOPPED
+GOODBYE       the peer's GOODBYE has arrived                        OPEN, STOPPED -> CLOSING
+ACK_SENT      we have sent ACK for it                               CLOSING -> ACKNOWLEDGED
+DONE          DONE has arrived: the peer has our ACK                ACKNOWLEDGED -> CLOSED
+GONE          the connection's share in the endpoint has failed     OPEN, STOPPED -> LOST; else CLOSED
 ============  ====================================================  ======================
 
-The peer is STOPPED when it closes, and its last messages are still on their way. (Without STOP, two sides that close at
-once would wait for each other: each for the other to receive its last messages.)
+A side that closes while its own sends are not over sends STOP first. STOP means that it receives nothing more; its last
+messages may still arrive. Without STOP, two sides that close at once would wait for each other: each until the other
+has received its last messages.
 
-We send ACK as soon as no transfer from the peer is in flight. A GOODBYE is acknowledged (ACK), and so is the
-acknowledgement (DONE). UCX may notice that an endpoint has gone before it reads what had been sent there, so if a side
-closed right after its ACK, its peer might never read the ACK. Therefore a side that closes, and has got GOODBYE, waits
-until the peer is CLOSED: until DONE arrives, or until the peer has gone, which says the same; for a second at most. The
-two sides cannot wait for each other: DONE is sent as soon as ACK arrives, whatever else is missing.
+The peer answers GOODBYE with ACK, once no transfer from the closing side is in flight. The closing side answers ACK
+with DONE. UCX may notice that an endpoint has gone before it reads what had been sent there: if a side closed right
+after its ACK, its peer might never read the ACK. Therefore a side that has got GOODBYE waits, before it closes, until
+the peer is CLOSED, for a second at most. The two sides cannot wait for each other: a side sends DONE as soon as ACK
+arrives, whatever else is missing.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from .ucp._engine.ending import CloseState, Ending
 
 
 class Peer(enum.Enum):
-    """What the peer has done about the end: see the tables above."""
+    """What the peer has done about closing the connection: see the first table of the module."""
 
     OPEN = enum.auto()
     STOPPED = enum.auto()
@@ -61,7 +62,7 @@ class Peer(enum.Enum):
 
 
 class PeerEvent(enum.Enum):
-    """What changes that: see the second table."""
+    """What changes :class:`Peer`: see the second table of the module."""
 
     STOP = enum.auto()
     GOODBYE = enum.auto()
@@ -70,7 +71,7 @@ class PeerEvent(enum.Enum):
     GONE = enum.auto()
 
 
-#: The second table. Where an event is missing, it has no effect.
+#: The second table. A pair that is missing has no effect.
 NEXT = {
     (PeerEvent.STOP, Peer.OPEN): Peer.STOPPED,
     (PeerEvent.GOODBYE, Peer.OPEN): Peer.CLOSING,
@@ -85,13 +86,13 @@ NEXT = {
 
 
 class Answer(enum.Enum):
-    """What the peer's end means for a call.
+    """What a send or a receive does, because of what the peer has done.
 
     Attributes:
         GOES_ON: a send is sent, a receive waits.
-        END: the channel has ended, in order.
-        PEER_CLOSED: nobody would read what is sent.
-        LOST: the peer is lost.
+        END: a receive raises EndOfChannel: the peer has closed gracefully.
+        PEER_CLOSED: a send raises PeerClosed: the peer reads no more.
+        LOST: both raise PeerLost.
     """
 
     GOES_ON = enum.auto()
@@ -100,7 +101,7 @@ class Answer(enum.Enum):
     LOST = enum.auto()
 
 
-#: The first table: what receives get, and sends.
+#: The first table: the answers for receives, and for sends.
 ANSWERS = {
     Peer.OPEN: (Answer.GOES_ON, Answer.GOES_ON),
     Peer.STOPPED: (Answer.GOES_ON, Answer.PEER_CLOSED),
@@ -113,11 +114,11 @@ ANSWERS = {
 
 @attrs.frozen
 class Loss:
-    """Why the control socket tells nothing about the peer any more.
+    """The reason why a control socket no longer reports on the peer.
 
     Attributes:
-        reason: in words.
-        vanished: whether the peer's host does not answer any more. Else the peer's end was closed, or something failed.
+        reason: text for error messages.
+        vanished: whether the peer's host no longer answers.
         cause: the internal error that ended the control socket, if one did.
     """
 
@@ -127,25 +128,25 @@ class Loss:
 
 
 class Life:
-    """How far one connection is on the way to its end.
+    """How far the two sides of one connection are in closing it.
 
     Args:
-        ending: of its share in the endpoint.
+        ending: that of the connection's share in the endpoint.
 
     Attributes:
         peer: what the peer has done.
-        receives, sends: what calls get because of that.
-        acknowledged: whether our GOODBYE was acknowledged.
-        draining: whether our server shuts down: receives end where nothing has arrived.
+        receives, sends: what receives and sends do because of that.
+        acknowledged: whether the peer has acknowledged our GOODBYE.
+        draining: whether our server shuts down. Receives then end where nothing has arrived.
         stream_ended: whether the end of the peer's byte stream has arrived.
-        receive_reported: whether a receive has raised that the connection broke: messages that arrive later are
-            dropped.
-        reason: how the peer was lost, for ``PeerLost.reason``; empty if only UCX, or the peer's process, says it.
-        broken_off: whether the peer has broken off a message. Then it closes by force, and its control socket will say
-            so in a moment.
+        receive_reported: whether a receive has raised BrokenResourceError. Messages that arrive later are dropped.
+        abort_arrived: whether the peer has said that it closes by force. The end of its control socket says no more.
+        reason: the value of ``PeerLost.reason``; empty until it is known.
+        broken_off: whether the peer has broken off a message: it closes by force, which it may not have said yet.
     """
 
     __slots__ = (
+        "abort_arrived",
         "acknowledged",
         "broken_off",
         "draining",
@@ -166,11 +167,12 @@ class Life:
         self.draining = False
         self.stream_ended = False
         self.receive_reported = False
+        self.abort_arrived = False
         self.reason = ""
         self.broken_off = False
 
     def happened(self, event: PeerEvent) -> None:
-        """The peer has done something about the end."""
+        """Changes ``peer``, ``receives`` and ``sends`` as the event does."""
         self.peer = NEXT.get((event, self.peer), self.peer)
         self.receives, self.sends = ANSWERS[self.peer]
 
@@ -178,17 +180,17 @@ class Life:
 
     @property
     def open(self) -> bool:
-        """True if the user has not begun to close it."""
+        """True if the user has not begun to close the connection."""
         return self.ending.state is CloseState.OPEN
 
     @property
     def closing(self) -> bool:
-        """True if the user has begun to close it, and that is not over."""
+        """True while the connection is being closed."""
         return self.ending.state is CloseState.CLOSING
 
     @property
     def closed(self) -> bool:
-        """True if it is closed."""
+        """True if the connection is closed."""
         return self.ending.state is CloseState.CLOSED
 
     # ---- the peer ----
@@ -200,7 +202,7 @@ class Life:
 
     @property
     def peer_stopped(self) -> bool:
-        """True if the peer has closed, or is about to, and receives nothing any more."""
+        """True if the peer has said STOP or GOODBYE: it receives nothing more."""
         return self.sends is Answer.PEER_CLOSED
 
     @property
@@ -210,31 +212,34 @@ class Life:
 
     @property
     def graceful(self) -> bool:
-        """True if a GOODBYE has arrived, at either side. If an end disappears after that, it is no loss."""
+        """True if a GOODBYE has arrived, at either side. If a side disappears after that, it is no loss."""
         return self.acknowledged or self.peer_closes
 
     @property
     def broke(self) -> bool:
-        """True if the peer is lost, or the connection has failed."""
+        """True if the peer was lost, or the connection has failed, before a GOODBYE arrived."""
         return not self.graceful and (self.ending.error is not None or self.peer is Peer.LOST)
 
     @property
     def peer_state(self) -> PeerState:
-        """What the user is told about the peer."""
+        """Returns what the user is to know about the peer."""
         if self.broke:
             return PeerState.LOST
         return PeerState.FINISHED if self.graceful or self.stream_ended else PeerState.OPEN
 
     @property
     def over(self) -> bool:
-        """True if no end is to be waited for any more."""
+        """True if the connection is closed, was broken, or was closed by the peer."""
         return self.closed or self.broke or self.peer is Peer.CLOSED
 
     def undelivered(self, sent: int, cancelled: int, failed: int) -> bool:
-        """True if messages that were sent, and not cancelled, may not have reached the peer.
+        """True if the peer may lack a message that was sent and not cancelled.
 
-        A peer that said GOODBYE leaves only after our ACK has arrived. What we had sent before it has then arrived,
-        too, except messages that it had yet to ask for (those sends failed).
+        After a GOODBYE of either side everything that was sent has arrived, except messages that the peer had not asked
+        for: those sends have failed.
+
+        Args:
+            sent, cancelled, failed: numbers of messages.
         """
         if self.graceful:
             return failed > 0

@@ -36,7 +36,7 @@ class Contender:
         transport: "tcp", "shm" (shared memory) or "unix" (sockets of the file system).
         module: of this package.
         jobs: what it can give.
-        needs: the import name of its package; None: nothing but what trio_ucx needs.
+        needs: the import names of its packages, with spaces between; None: nothing but what trio_ucx needs.
         install: what installs it.
         options: for its module.
         environment: for its processes.
@@ -60,7 +60,7 @@ class Contender:
 
     @property
     def installed(self) -> bool:
-        return self.needs is None or importlib.util.find_spec(self.needs) is not None
+        return all(importlib.util.find_spec(name) for name in (self.needs or "").split())
 
 
 def load(module: str) -> Any:

@@ -1,7 +1,7 @@
-"""Protocols of others over a stream of ours, and over Trio's TCP: trio-websocket, and httpx with hypercorn.
+"""WebSockets and HTTP over our byte stream, and over Trio's TCP: trio-websocket, and httpx with hypercorn.
 
-Each echoes what it gets: a message of a WebSocket, or the body of an HTTP request. The code is the same for both
-streams. Such a program has a task that reads all the time, so a message passes more tasks than in an echo of our own.
+The server echoes each message of a WebSocket, and the body of each HTTP request. Only ``crowded.py`` uses this file, by
+:func:`contender` and :func:`ours`: it has no CONTENDERS.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from .ours import TLS, check_transports
 
 LOOP = "trio"
 WEBSOCKET, HTTP = Job("latency", 8, "websocket"), Job("latency", 8, "http")
-NEEDS = {WEBSOCKET: "trio_websocket", HTTP: "hypercorn"}
+NEEDS = {WEBSOCKET: "trio_websocket", HTTP: "httpx hypercorn"}
 INSTALL = {WEBSOCKET: "pip install trio-websocket", HTTP: "pip install httpx 'hypercorn[trio]'"}
-#: Nothing listens there: the client has its stream already.
+#: httpx needs one. It is not opened: Backend has the stream.
 URL = "http://localhost/echo"
 
 
 def contender(name: str, transport: str, job: Job, **options: Any) -> Contender:
+    """Returns the contender for a job, over Trio's TCP unless the options say otherwise."""
     return Contender(name, transport, "protocols", (job,), NEEDS[job], INSTALL[job], {"way": job.way, **options})
 
 
 def ours(name: str, transport: str, job: Job, **worker: float) -> Contender:
-    """Over the byte stream of a Connection."""
+    """Returns the contender for a job over the byte stream of a Connection."""
     return contender(name, transport, job, tls=TLS[transport], worker=worker)
 
 
@@ -119,7 +120,7 @@ class WebSocketEnd(End):
 
 
 class NetworkStream:
-    """A stream as httpcore wants it (``httpcore.AsyncNetworkStream``)."""
+    """Makes a stream of Trio's an ``httpcore.AsyncNetworkStream``."""
 
     def __init__(self, stream: trio.abc.HalfCloseableStream) -> None:
         self._stream = stream
@@ -134,11 +135,11 @@ class NetworkStream:
             await self._stream.send_all(buffer)
 
     def get_extra_info(self, info: str) -> None:
-        """Tells nothing: an idle connection is not taken for one that the server has closed."""
+        """Returns None for every key: httpcore then never takes an idle connection for a closed one."""
 
 
 class Backend:
-    """Opens the one stream that there is (``httpcore.AsyncNetworkBackend``)."""
+    """An ``httpcore.AsyncNetworkBackend`` that returns the stream that it was given."""
 
     def __init__(self, stream: trio.abc.HalfCloseableStream) -> None:
         self._stream = NetworkStream(stream)
@@ -194,7 +195,7 @@ async def open_http_server(stream: trio.abc.HalfCloseableStream, role: str) -> A
 
 
 def with_socket(stream: trio.abc.HalfCloseableStream) -> Any:
-    """As hypercorn wants a stream: it asks its socket for the addresses."""
+    """Returns the stream as hypercorn wants it: with a socket, which is asked for the addresses."""
     if isinstance(stream, trio.SocketStream):
         return stream
     assert isinstance(stream, trio_ucx.Connection)

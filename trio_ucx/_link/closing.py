@@ -7,7 +7,7 @@ The graceful close
    not over, STOP tells the peer first that we receive nothing any more.
 2. Send GOODBYE and wait for ACK, which the peer's library sends. Flushed means, over TCP, handed to the kernel, which
    drops it when we close with unread input; acknowledged means that it has arrived.
-3. If the peer has sent GOODBYE, too, stay until it has our ACK (``_close_handshake`` says why).
+3. If the peer has sent GOODBYE, too, stay until it has our ACK (``_life`` says why).
 4. Leave the endpoint. The last connection that does so keeps it for a moment if nothing was left there, and else closes
    it by force. (UCX's own graceful close cannot be given up, and would hang on a stopped peer.)
 
@@ -285,6 +285,7 @@ class Closing:
                 whose data are: waits for them, for a moment.
             refusal: it is a listener, which does not let this side in after all; in words.
         """
+        self.life.abort_arrived = True
         if self.life.graceful:
             self._peer_closed()
             return
@@ -308,12 +309,13 @@ class Closing:
         """The peer's end of the control socket was closed, or its host does not answer."""
         if loss.cause is not None:
             self.internal_error(loss.cause)
-        elif self.life.graceful:
-            self._peer_closed()
-        elif loss.vanished:
-            self.cut_off("vanished", f"has vanished: {loss.reason}")
-        elif self.life.reason != "aborted":  # else it has said more than the end of its control socket does
-            self.cut_off("ended", f"has ended, or was cut off: {loss.reason}")
+        elif not self.life.abort_arrived:
+            if self.life.graceful:
+                self._peer_closed()
+            elif loss.vanished:
+                self.cut_off("vanished", f"has vanished: {loss.reason}")
+            else:
+                self.cut_off("ended", f"has ended, or was cut off: {loss.reason}")
 
     # ---- by force ----
 

@@ -16,9 +16,9 @@ from typing import Any
 import trio
 from outcome import Error, Outcome, Value
 
+from .. import _byte_stream as stream
 from .. import _wire as wire
 from .._batch import Batch
-from .._byte_stream import LARGE_WRITE, Tail, small_piece
 from .._credit import SendCredit
 from .._life import Answer, Life
 from .._unread import UnreadThere
@@ -45,7 +45,7 @@ class Sending:
         self.life = life
         self.credit: SendCredit[SendOperation] = SendCredit(peer_window, threshold)
         self.batch = Batch()
-        self.tail: Tail[SendOperation] = Tail()
+        self.tail: stream.Tail[SendOperation] = stream.Tail()
         self.unread = UnreadThere()
         #: The tag queue and the limit of each task that waits because of ``max_unread``.
         self.bounded: list[tuple[int, int]] = []
@@ -168,16 +168,19 @@ class Sending:
         return True if verdict == 0 else self._keep(verdict, queue, data)
 
     def write_short(self, data: memoryview) -> int:
-        """Writes bytes of a write below ``LARGE_WRITE`` to the byte stream, copied, until something is in the way.
+        """Sends the first bytes of a write on the byte stream, as many as can be sent without waiting.
 
-        To copy them costs less than to pin them, and to wait until UCX is done with them.
+        The bytes are copied: that costs less than to pin the buffer, and to wait for UCX. Of ``LARGE_WRITE`` bytes and
+        more none are sent.
 
         Returns:
-            How many bytes were written.
+            The number of bytes sent, or deferred for the batch.
+
+        Raises: what :meth:`send_short` raises.
         """
-        size = small_piece(self.credit.window)
+        size = stream.small_piece(self.credit.window)
         written = 0
-        while written < len(data) < LARGE_WRITE:
+        while written < len(data) < stream.LARGE_WRITE:
             piece = bytes(data[written : written + size])
             if not self.send_short(wire.STREAM, piece):
                 break
