@@ -426,4 +426,5 @@ async def test_endpoint_to_a_client_that_was_killed_before_hello() -> None:
                 await client.tell()
                 assert await client.ended() == -signal.SIGKILL
         await until(lambda: segments() == before and listener.statistics().refused == 3)
-        assert server.statistics().operations_in_flight == 0
+        # What UCX gave up with the endpoint is delivered a round of Trio's loop later.
+        await until(lambda: server.statistics().operations_in_flight == 0)
