@@ -21,8 +21,8 @@ from trio_ucx import ucp
 
 from ..ends import Control, End, echo, ping
 from ..jobs import Batch, Job
-from . import Contender
-from .ours import TLS, check_transports
+from . import Contender, trio_sockets
+from .ours import TLS, check_transports, worker_options
 
 LOOP = "trio"
 WEBSOCKET, HTTP = Job("latency", 8, "websocket"), Job("latency", 8, "http")
@@ -54,20 +54,14 @@ async def open_end(control: Control, setup: dict[str, Any]) -> AsyncIterator[End
 
 @asynccontextmanager
 async def open_socket(control: Control, setup: dict[str, Any]) -> AsyncIterator[trio.abc.HalfCloseableStream]:
-    if setup["role"] == "client":
-        async with await trio.open_tcp_stream(*setup["address"]) as stream:
-            yield stream
-        return
-    async with (await trio.open_tcp_listeners(0, host="127.0.0.1"))[0] as listener:
-        await control.tell({"address": listener.socket.getsockname()})
-        async with await listener.accept() as stream:
-            yield stream
+    async with trio_sockets.open_end(control, setup) as end:
+        assert isinstance(end, trio_sockets.StreamEnd)
+        yield end.stream
 
 
 @asynccontextmanager
 async def open_connection(control: Control, setup: dict[str, Any]) -> AsyncIterator[trio.abc.HalfCloseableStream]:
-    options = setup["options"]
-    async with ucp.open_worker(config={"TLS": options["tls"]}, **options["worker"]) as worker:
+    async with ucp.open_worker(**worker_options(setup)) as worker:
         if setup["role"] == "client":
             async with trio_ucx.connect(tuple(setup["address"]), worker=worker) as connection:
                 yield connection
