@@ -13,7 +13,7 @@ pytest.importorskip("rich", reason="the soak prints its tables with rich")
 from faults.load import checker, log
 from faults.load.payload import HEADER, Address, StreamReader, examine, make, make_write
 
-SERVER, CLIENT, PARENT = 10, 20, 1
+SERVER, CLIENT, OTHER, PARENT = 10, 20, 30, 1
 NAME = "c1.0.1"
 SECOND = 1000  # the log below counts milliseconds
 UP = Address(NAME, "up", 3)
@@ -338,6 +338,18 @@ def test_bounds(story: Story, kind: str, excuse: str | None, late: bool) -> None
     if kind == "cancelled" and took > bounds.stall * 1000:
         expected |= set(story.kinds()) & {"stalled"}
     assert set(story.kinds()) == expected
+
+
+@pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
+@pytest.mark.parametrize(("resumed", "explains"), [(2900, True), (2500, False), (3100, False)])
+def test_blocked_by_a_suspended_process(story: Story, transports: str, resumed: int, explains: bool) -> None:
+    """It may have been suspended while it wrote to the shared-memory queue: then the ping ends when it goes on."""
+    story.say(0, OTHER, "start", role="client", name="c2", transports=transports)
+    story.say(900, PARENT, "stop", child=OTHER, name="c2")
+    story.do(1000, 3000, CLIENT, "ping", n=1, got={"answer": "right"})
+    story.say(resumed, PARENT, "continue", child=OTHER, name="c2")
+    story.say(3200, CLIENT, "ending", c=NAME, side="client", how="abort")
+    assert story.kinds() == ([] if explains and transports != "tcp" else ["slow ping"])
 
 
 def test_reported_late_and_not_at_all(story: Story) -> None:

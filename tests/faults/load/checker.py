@@ -16,6 +16,8 @@ from .log import Event
 from .payload import Address, is_short
 
 SECOND = 1_000_000_000
+#: Nanoseconds within which an operation ends that a suspended process has blocked, once that process goes on.
+RESUMED = SECOND // 4
 #: Exit status of a client that ended by ``os._exit``, as planned: ``workload.EXIT``.
 EXIT = 3
 
@@ -74,6 +76,7 @@ class Process:
     role: str = "?"
     name: str = "?"
     started: int = 0
+    shares_memory: bool = False
     #: The event that ended the process: a kill, os._exit, that it hung, or its exit.
     gone: Event | None = None
     #: What may have ended it: a process can be killed while it ends itself.
@@ -103,6 +106,10 @@ class Process:
     def _stopped_between(self, begin: int, end: int) -> int:
         stops = [*self.stops, *([(self.stopped, end)] if self.stopped is not None else [])]
         return sum(max(0, min(end, b) - max(begin, a)) for a, b in stops)
+
+    def stopped_until(self, end: int) -> int | None:
+        """Since when it had been stopped, if it was continued a moment before this time (that is logged later)."""
+        return next((a for a, b in self.stops if b - RESUMED // 10 <= end <= b + RESUMED), None)
 
     def was_stopped(self, begin: int) -> bool:
         return self.stopped is not None or any(b >= begin for _, b in self.stops[-3:])
@@ -313,16 +320,39 @@ class Checker:
         bound = suspect.bound
         if any(self._process(pid).queue_stopped(suspect.begin, suspect.end) for pid in suspect.queues):
             bound = max(bound, self.bounds.queue)
-        took = (suspect.end - suspect.begin - excused) / SECOND
+        took = (suspect.end - suspect.begin - max(excused, self._blocked(suspect))) / SECOND
         if took > bound:
-            sentence = f"{suspect.sentence} ({took:.3f} s; the bound is {bound:g} s)"
+            sentence = f"{suspect.sentence} ({took:.3f} s; the bound is {bound:g} s; {self._stops(suspect)})"
             self._violation(suspect.kind, sentence, *suspect.lines)
+
+    def _blocked(self, suspect: Suspect) -> int:
+        """Nanoseconds in which another process may have blocked a shared-memory queue of theirs.
+
+        A process that is stopped while it writes to such a queue blocks all that write there until it goes on
+        (docs/reliability.md, "Known limits"). What they wait for comes then.
+        """
+        if len(suspect.excuses) == 1:
+            return 0  # it does not depend on what arrives
+        processes = [one for one in self._processes.values() if one.shares_memory and one.pid not in suspect.queues]
+        begins = [begin for one in processes if (begin := one.stopped_until(suspect.end)) is not None]
+        return max((suspect.end - max(begin, suspect.begin) for begin in begins), default=0)
+
+    def _stops(self, suspect: Suspect) -> str:
+        """Which processes were stopped meanwhile, in words; times from the begin of the operation."""
+        found = [
+            f"{process.name} from {(a - suspect.begin) / SECOND:.3f} to {(b - suspect.begin) / SECOND:.3f} s"
+            for process in self._processes.values()
+            for a, b in process.stops
+            if a < suspect.end and b > suspect.begin
+        ]
+        return f"stopped meanwhile: {', '.join(found) or 'nobody'}"
 
     # ---- processes ----
 
     def _on_start(self, event: Event) -> None:
         process = self._process(event.pid)
         process.role, process.name, process.started = event["role"], event["name"], event.t
+        process.shares_memory = "sm" in event.get("transports", "")
         self.figures.processes[process.role] += 1
         if process.role == "server":
             self._servers.append(process)
