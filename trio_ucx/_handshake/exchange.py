@@ -305,7 +305,9 @@ class Exchange:
         self.state = State.GREETING
 
     def again(self) -> None:
-        """Says that there is no endpoint that both workers can use, and ends."""
+        """Says that there is no endpoint that both workers can use, and ends. Ended already: no effect."""
+        if self.state is State.ENDED:
+            return
         self._send(Kind.AGAIN)
         self.state = State.ENDED
 

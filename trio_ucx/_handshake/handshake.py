@@ -1,10 +1,13 @@
 """One side of a handshake: from the exchange on the control socket to an open connection.
 
-When the exchange has agreed on an endpoint, each side gets it. If no message has come through between its two ends yet,
-both sides send HELLO, a control frame, over UCX. A side opens the connection when it has the endpoint and, if HELLO is
-awaited, something has arrived over UCX for the connection. It opens in the delivery of that first message, or in
-``Handshake._join`` if the message came before the endpoint was made. Messages that arrive until then are kept, and
-given to the connection when it opens.
+When the exchange has agreed on an endpoint, each side gets it, and makes the :class:`Link`. If no message has come
+through between the two ends of the endpoint yet, both sides send HELLO, a control frame, over UCX. The connection is
+open for a side when that side has the Link and, if HELLO is awaited, HELLO has arrived.
+
+A client that need not wait for HELLO sends at once, and UCX may deliver that before the server has read TAKE from the
+control socket. Such a client uses the shared endpoint of which WELCOME has told it, and which has been greeted. So the
+server makes the Link with WELCOME if there is such an endpoint, and again in the rare case that the client takes
+another one. Nothing but HELLO can arrive before there is a Link.
 """
 
 from __future__ import annotations
@@ -117,7 +120,7 @@ class NeedsAnotherWorker(OSError):
 
 
 class Handshake:
-    """One side of a handshake: a ``ucp._engine.tag_dispatch.TagSink`` until the :class:`Link` takes its place.
+    """One side of a handshake: a ``ucp._engine.tag_dispatch.TagSink`` until there is a :class:`Link`.
 
     The two sides differ in their answers to the peer's frames: see ``client`` and ``server``.
 
@@ -137,7 +140,9 @@ class Handshake:
         self.control: ControlSocket | None = None
         #: Closes the connection's own worker (``isolate=True``).
         self._close_own_worker: Callable[[], None] | None = None
-        self._share: Share | None = None
+        #: The connection, once there is an endpoint for it, and the generation of that endpoint.
+        self._link: Link | None = None
+        self._generation = 0
         self._own: PeerDescription | None = None
         self._peer: PeerDescription | None = None
         #: The peer's worker, with the transports that the connection uses.
@@ -146,12 +151,9 @@ class Handshake:
         self._with_itself = False
         #: Whether the peer was told our standing, and we have not got an endpoint since.
         self._expects = False
-        #: Whether something has to arrive over UCX before the connection is open.
+        #: Whether HELLO has to arrive over UCX before the connection is open, and whether it has.
         self._greet = True
-        #: What has arrived over UCX: called with the link.
-        self._arrived: list[Callable[[Link], None]] = []
-        #: Messages among that, which UCX holds.
-        self._held: list[int] = []
+        self._greeted = False
         self._receiving = trio.CancelScope()
         self._shared_memory = False
         self._why_not: str | None = None
@@ -237,7 +239,6 @@ class Handshake:
         engine.tag_dispatch.reserve_memory()
         assert self._own is not None
         self._peer = peer
-        engine.tag_dispatch.expect_rendezvous(peer.threshold)
         self._why_not = why_not_shared_memory(self._own, peer)
         self._shared_memory = self._why_not is None
         if falls_back(self._own, peer, self._why_not) and self._why_not not in _fallbacks:
@@ -280,13 +281,17 @@ class Handshake:
     def standing(self) -> Standing:
         """For the server: our standing, for WELCOME.
 
-        Until the client has joined or gone, our shared endpoint is neither replaced nor closed for being idle.
+        Until the client has joined or gone, our shared endpoint is neither replaced nor closed for being idle. If it
+        has been greeted, the client may send over it at once.
         """
         if self._with_itself:
             return Standing()
         self._expects = True
         self._peer_worker.expect(self._peer_address)
-        return self._peer_worker.standing(self._peer_address)
+        standing = self._peer_worker.standing(self._peer_address)
+        if standing.greeted:
+            self._make_link(standing.shared)
+        return standing
 
     def _expect_no_more(self) -> None:
         if self._expects:
@@ -313,30 +318,25 @@ class Handshake:
         return generation, not (ours.greeted and theirs.greeted and ours.shared == theirs.shared == generation)
 
     def _join(self, generation: int, greet: bool) -> None:
-        """Gets the endpoint, and sends HELLO if that is awaited. The link may exist when this returns.
+        """Makes the Link, and sends HELLO if that is awaited. The connection may be open when this returns.
 
         Raises:
-            NeedsAnotherWorker: we cannot get it.
+            NeedsAnotherWorker: we cannot get the endpoint.
             OSError, UCXError: UCX cannot reach the peer.
         """
-        engine = self.registry.engine
         self._expect_no_more()
         if self._lacks_queue:
             raise NeedsAnotherWorker(self.label)
         if not greet:
             self._end_admission()  # UCX has connected the two ends already
-        try:
-            core = connect_shared(engine, self._peer_address, None if self._with_itself else generation, self.label)
-        except OSError as error:  # its message has only the worker address
-            raise self._unreachable(error.errno or errno.EHOSTUNREACH) from error
-        if core is None:
-            raise NeedsAnotherWorker(self.label)
+        if self._link is None or generation != self._generation:
+            self._make_link(generation)
+        assert self._link is not None
+        share = self._link.share
         if self._admission is not None:
-            core.keep(self._admission)
+            share.endpoint.keep(self._admission)
             self._admission = None
-        self._share = share = Share(core, self.label)
         self._greet = greet
-        share.on_end = self._endpoint_ended
         if greet:
             try:
                 post_bytes_send(share, wire.encode_frame(wire.Hello()), (self.peer.connection_id << 32) | wire.CONTROL)
@@ -344,7 +344,44 @@ class Handshake:
                 self.fail(error)
                 self.check()
         self._open_if_ready()
-        engine.submit()
+        self.registry.engine.submit()
+
+    def _make_link(self, generation: int) -> None:
+        """Gets the endpoint of this generation, and makes the Link, which from now on takes the peer's messages.
+
+        A Link that was made before is given up.
+
+        Raises: what :meth:`_join` does.
+        """
+        engine, peer = self.registry.engine, self.peer
+        try:
+            core = connect_shared(engine, self._peer_address, None if self._with_itself else generation, self.label)
+        except OSError as error:  # its message has only the worker address
+            raise self._unreachable(error.errno or errno.EHOSTUNREACH) from error
+        if core is None:
+            raise NeedsAnotherWorker(self.label)
+        self._give_up_link()
+        share = Share(core, self.label)
+        try:
+            transport = Transport(share, peer.connection_id)
+            self._link = link = Link(
+                self.registry.worker,
+                transport,
+                self.id,
+                peer.connection_id,
+                peer.window,
+                peer.threshold,
+                self.options,
+            )
+        except BaseException:
+            share.close(reusable=core.greeted)
+            raise
+        self._generation = generation
+        link.local_address, link.remote_address = self.local, self.remote
+        link.why_not_shared_memory = self._why_not
+        link.on_hello = self._hello_arrived
+        share.on_end = self._endpoint_ended
+        engine.teardown.children[self.id] = self.close
 
     def check_route(self) -> None:
         """Refuses a peer to which the kernel knows no way: UCX would only say that the connection was reset.
@@ -363,73 +400,51 @@ class Handshake:
 
     def under_way(self) -> list[Operation]:
         """The operations in flight at our endpoint, for the message of a timeout."""
-        return [] if self._share is None else self._share.operations.in_order()
+        return [] if self._link is None else self._link.share.operations.in_order()
 
-    def flush(self) -> None:
-        """Sends what the exchange has to send, after :meth:`hand_over`."""
-        assert self.control is not None
-        self.control.flush()
-
-    def _leave_endpoint(self) -> None:
-        share, self._share = self._share, None
-        if share is not None:
-            share.close(reusable=share.endpoint.greeted)
-
-    # ---- messages from the peer, until the link takes over ----
+    # ---- messages from the peer, until there is a Link ----
 
     def message_arrived(self, queue: int, handle: int, length: int) -> None:
-        self._held.append(handle)
-        self._arrived.append(lambda link: link.receiving.message_arrived(queue, handle, length))
-        self._open_if_ready()
+        self.registry.engine.tag_dispatch.discard(handle)
+        self._refuse_message(length)
 
     def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
-        self._arrived.append(lambda link: link.receiving.packed_arrived(queue, count, length, data))
+        if queue == wire.CONTROL and data == wire.encode_frame(wire.Hello()):
+            self._hello_arrived()
+        else:
+            self._refuse_message(length)
+
+    def _refuse_message(self, length: int) -> None:
+        self.fail(ConnectionError(f"{self.label} sent a message of {length} bytes before its HELLO"))
+
+    def _hello_arrived(self) -> None:
+        self._greeted = True
         self._open_if_ready()
 
     def _open_if_ready(self) -> None:
-        """Opens the connection if our endpoint and control socket are there, and what has to arrive has arrived."""
-        share, control = self._share, self.control
+        """Opens the connection if its Link and control socket are there, and HELLO has arrived or is not awaited."""
+        link, control = self._link, self.control
         if (
-            (self._greet and not self._arrived)
-            or share is None
+            (self._greet and not self._greeted)
+            or link is None
             or control is None
             or control.closed
-            or share.gone
+            or (link.share.gone and not link.life.graceful)
             or self.opened.outcome is not None
         ):
             return
-        share.endpoint.mark_greeted()
+        link.share.endpoint.mark_greeted()
         control.exchange.greeted()
-        peer = self.peer
-        link = Link(
-            self.registry.worker,
-            Transport(share, peer.connection_id),
-            self.id,
-            peer.connection_id,
-            peer.window,
-            peer.threshold,
-            self.options,
-        )
+        link.peer_info = control.identify(self.peer)
         closing = link.closing
         closing.control_socket = control
-        link.local_address, link.remote_address = self.local, self.remote
-        link.peer_info = control.identify(peer)
-        link.why_not_shared_memory = self._why_not
         closing.on_closed = self._close_own_worker
+        link.on_hello = None
+        link.share.on_end = closing.ended
+        link.engine.teardown.children[self.id] = link.unclosed
         control.on_event = lambda event: _end(link, event)
         control.on_lost = closing.control_lost
         self.opened.finish(Value(link))
-        self._held.clear()
-        if self._arrived:
-            self._hand_arrivals_to(link)
-
-    def _hand_arrivals_to(self, link: Link) -> None:
-        arrived, self._arrived = self._arrived, []
-        for arrival in arrived:
-            try:
-                arrival(link)
-            except Exception as error:  # the others must be given up by the link, too: UCX holds them
-                link.closing.internal_error(error)
 
     # ---- failures ----
 
@@ -468,20 +483,27 @@ class Handshake:
         return self._shared_memory and self.registry.engine.receive_queue.stopped
 
     def _endpoint_ended(self) -> None:
-        assert self._share is not None
-        if self._share.error is None:
+        """The Link's endpoint was closed, or its share has failed, before the connection was open."""
+        link = self._link
+        assert link is not None
+        error = link.share.error
+        if link.life.graceful:  # the client has sent, and closed, and we have not read its TAKE yet
+            link.closing.ended()
+        elif error is None:
             self.fail(ConnectionError("this worker was closed"))
-            return
-        if self._lacks_queue:
-            control = self.control
-            if control is not None and not control.exchange.is_client:
-                control.exchange.again()
-                control.flush()
+        elif self._lacks_queue or self.control is None:
+            if self.control is not None and not self.control.exchange.is_client:
+                self.control.exchange.again()
+                self.control.flush()
             self.fail(NeedsAnotherWorker(self.label))
-            return
-        hint = f" ({self.route})"
-        error = os_error_from_status(self._share.error.status, f"connecting to {self.label} over UCX", hint)
-        self.fail(error)
+        else:
+            hint = f" ({self.route})"
+            self.fail(os_error_from_status(error.status, f"connecting to {self.label} over UCX", hint))
+
+    def _give_up_link(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.closing.give_up()
 
     @property
     def route(self) -> str:
@@ -540,20 +562,15 @@ class Handshake:
 
     def _release(self, refused: Refused | None) -> None:
         engine = self.registry.engine
-        if engine.tag_dispatch.sinks.get(self.id) is self:
-            engine.tag_dispatch.remove(self.id)
-            del engine.teardown.children[self.id]
-        held, self._held = self._held, []
-        for handle in held:
-            contained(engine.tag_dispatch.discard, handle)
-        self._arrived.clear()
         if self.control is not None:
             contained(self.control.refuse, refused) if refused is not None else contained(self.control.abort)
-        contained(self._leave_endpoint)
+        contained(self._give_up_link)
+        if self.id:
+            engine.tag_dispatch.remove(self.id)
+            engine.teardown.children.pop(self.id, None)
         contained(self._end_admission)
         if self._peer is not None:
             contained(self._expect_no_more)
-            contained(engine.tag_dispatch.forget_rendezvous, self._peer.threshold)
             contained(engine.peer_workers.forget_unused, self._peer.worker.uid)
             if self._shared_memory:
                 contained(engine.receive_queue.may_be_writing, self._peer.worker.process)

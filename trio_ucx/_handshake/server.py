@@ -330,6 +330,7 @@ class Acceptor:
             kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
         except NeedsAnotherWorker as error:
             kind, reason = AGAIN, str(error)
+            exchange.again()
         except (OSError, UCXError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
             kind, reason = (
                 ("it left during the exchange" if client.has_sent else "it left without sending anything"),
@@ -398,12 +399,7 @@ class Acceptor:
         if taken.greet:
             handshake.peer_has_keys()
         handshake.check_route()
-        try:
-            handshake.hand_over(stream, exchange, taken.generation, greet=taken.greet)
-        except NeedsAnotherWorker:
-            exchange.again()
-            handshake.flush()
-            raise
+        handshake.hand_over(stream, exchange, taken.generation, greet=taken.greet)
 
     def _has_place(self) -> bool:
         """Whether the backlog has room for a client that was let in, and there are descriptors for it.

@@ -341,6 +341,11 @@ class Closing:
         self.close_now()
         self.engine.reap()
 
+    def give_up(self) -> None:
+        """The connection will not open: leaves the endpoint, which other connections may go on using."""
+        self.share.close(reusable=self.share.endpoint.greeted and self._left_nothing())
+        self.close_now()
+
     def close_now(self) -> None:
         """Leaves the endpoint, and ends everything that waits. Closed already: no effect."""
         if self.life.closed:

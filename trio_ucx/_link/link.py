@@ -64,6 +64,7 @@ class Link:
         why_not_shared_memory: in words; None if it is used.
         pings, pongs: the number of the last PING that was sent, and of the last PONG that has arrived.
         on_unclosed: called when the worker closes before the link; the Connection sets it, and warns.
+        on_hello: called when HELLO arrives, until the connection is open.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Link:
         self.pongs = 0
         self.owner: Owner | None = None
         self.on_unclosed: Callable[[], None] | None = None
+        self.on_hello: Callable[[], None] | None = None
         self.life = life = Life(share.ending)
         threshold = worker.context.rendezvous_threshold or 0
         self.sending = Sending(transport, life, peer_window, threshold)
@@ -106,8 +108,9 @@ class Link:
         )
         self.closing = Closing(transport, life, self.sending, self.receiving, options.close_timeout, self._unregister)
         tag_dispatch = self.engine.tag_dispatch
+        tag_dispatch.expect_rendezvous(peer_threshold)
         tag_dispatch.sinks[my_id] = self.receiving
-        self.engine.teardown.children[my_id] = self._unclosed
+        self.engine.teardown.children[my_id] = self.unclosed
         share.on_internal_error = self.closing.internal_error
         share.on_end = self.closing.ended
         live_handles.opened("connection")
@@ -245,7 +248,8 @@ class Link:
             case wire.Done():
                 self.closing.done_arrived()
             case wire.Hello():
-                pass  # that it has arrived was all
+                if self.on_hello is not None:
+                    self.on_hello()
             case wire.Dropped(queue=queue, length=length):
                 self.sending.dropped_there(queue, length)
             case wire.Ask(queue=queue, limit=limit):
@@ -263,7 +267,7 @@ class Link:
         """Whether no buffer of a cancelled send or receive belongs to the library."""
         return not self.receiving.detached_receives and self.share.operations.buffers_released()
 
-    def _unclosed(self) -> None:
+    def unclosed(self) -> None:
         """The worker closes."""
         if self.on_unclosed is not None:
             self.on_unclosed()

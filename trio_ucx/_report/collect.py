@@ -291,7 +291,7 @@ class _Collector:
         )
 
     def handshake(self, handshake: Handshake) -> Item:
-        stage = "on the control socket" if handshake._share is None else "over UCX"
+        stage = "on the control socket" if handshake.control is None else "over UCX"
         text = "handshake with {peer}, {stage} ({route})"
         return item(text, peer=handshake.label, stage=stage, route=handshake.route)
 
