@@ -6,7 +6,7 @@ Tests of what users can do need none of these. The functions that take a ``monke
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import attrs
@@ -15,6 +15,7 @@ import trio
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._handshake.handshake import Handshake
 from trio_ucx._handshake.peer_description import PeerDescription
 from trio_ucx._handshake.registry import Registry
 from trio_ucx._native import ffi, lib
@@ -121,6 +122,19 @@ def fill_worker(worker: ucp.Worker) -> None:
 def limit_generations(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Two workers can make so few endpoints to each other, rather than 65,535."""
     monkeypatch.setattr(peer_workers, "LIMIT", limit)
+
+
+def delay_handshakes(monkeypatch: pytest.MonkeyPatch, event: type, action: Callable[[], Awaitable[object]]) -> None:
+    """A handshake awaits the action between reading an event of this kind and handling it."""
+    next_event = Handshake.next_event
+
+    async def late(self: Handshake, *args: Any) -> Any:
+        found = await next_event(self, *args)
+        if isinstance(found, event):
+            await action()
+        return found
+
+    monkeypatch.setattr(Handshake, "next_event", late)
 
 
 def ignore_unreachable_memory(monkeypatch: pytest.MonkeyPatch) -> None:

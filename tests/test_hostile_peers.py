@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import trio
 from helpers import Certificates, open_pair, open_peer, open_raw_pair, pattern, until
-from injected_faults import has_unexpected_messages, send_false_threshold, send_to_queue
+from injected_faults import delay_handshakes, has_unexpected_messages, send_false_threshold, send_to_queue
 from timing import PROMPT, Stopwatch
 
 import trio_ucx
 from trio_ucx import _wire as wire
 from trio_ucx import ucp
-from trio_ucx._handshake.exchange import MAX_FRAME, Kind
+from trio_ucx._handshake import handshake as handshake_side
+from trio_ucx._handshake.exchange import MAX_FRAME, Kind, Taken
 from trio_ucx.testing import internals
 
 
@@ -158,6 +159,41 @@ async def test_pieces_that_do_not_fit(worker: ucp.Worker, what: str) -> None:
         with trio.fail_after(15), pytest.raises(trio.BrokenResourceError, match="cut off"):
             await server.receive(tag=2)
         client.abort()
+
+
+@pytest.mark.parametrize(
+    ("what", "queue", "data"),
+    [
+        ("frame", wire.CONTROL, b"nonsense"),
+        ("frame before TAKE is read", wire.CONTROL, b"nonsense"),
+        ("short message before TAKE is read", 1, b"x"),
+        ("long message before TAKE is read", 1, bytes(200_000)),
+    ],
+)
+async def test_client_that_sends_something_instead_of_hello(
+    worker: ucp.Worker, what: str, queue: int, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hello = handshake_side.post_bytes_send
+
+    def send_instead(share: Any, frame: bytes, tag: int) -> None:
+        client = share.engine is not internals(worker)
+        hello(share, data, tag & ~0xFFFFFFFF | queue) if client else hello(share, frame, tag)
+
+    monkeypatch.setattr(handshake_side, "post_bytes_send", send_instead)
+    if "before TAKE" in what:
+        delay_handshakes(monkeypatch, Taken, partial(trio.sleep, 0.3))
+    async with ucp.open_worker() as liar:
+        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+        async with listener:
+            # The server's HELLO opens the connection for the liar.
+            with trio.fail_after(15), pytest.raises((OSError, trio.BrokenResourceError), match="refused|aborted"):
+                async with trio_ucx.connect(listener.address, worker=liar) as client:
+                    await client.receive()
+            assert listener.statistics().waiting == listener.statistics().accepted == 0
+        monkeypatch.undo()
+        async with unharmed(worker):
+            pass
+    assert not internals(worker).tag_dispatch.sinks
 
 
 async def test_messages_for_an_ended_connection(worker: ucp.Worker) -> None:

@@ -19,6 +19,7 @@ import struct
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,13 @@ import pytest
 import trio
 from attacked_server import AttackedServer, open_attacked_server
 from helpers import free_port, open_pair, open_peer, open_raw_pair, until
-from injected_faults import have_an_unknown_address_layout, miss_an_import, miss_where_ucx_listens
+from injected_faults import delay_handshakes, have_an_unknown_address_layout, miss_an_import, miss_where_ucx_listens
 from networks import Host, as_user, open_network
 from samples import some_description
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake.exchange import Exchange, Taken
-from trio_ucx._handshake.handshake import Handshake
 from trio_ucx._native import ffi, lib
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.peer_workers import Standing
@@ -306,15 +306,7 @@ async def test_ucx_connects_before_take_is_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A client's UCX connects when TAKE is sent, and the server's UCX may connect back: the server has let it in."""
-    next_event = Handshake.next_event
-
-    async def late(self: Handshake, *args: Any) -> Any:
-        event = await next_event(self, *args)
-        if isinstance(event, Taken):
-            await trio.sleep(0.3)
-        return event
-
-    monkeypatch.setattr(Handshake, "next_event", late)
+    delay_handshakes(monkeypatch, Taken, partial(trio.sleep, 0.3))
     async with ucp.open_worker(config=TCP) as one, ucp.open_worker(config=TCP) as two:
         async with open_pair(one, two) as (client, server):
             await client.send(b"x")

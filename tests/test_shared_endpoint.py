@@ -9,10 +9,11 @@ from functools import partial
 import pytest
 import trio
 from helpers import assert_transports, open_pair, open_peer, pattern, until, until_over
-from injected_faults import fill_worker, limit_generations
+from injected_faults import delay_handshakes, fill_worker, limit_generations
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._handshake.exchange import Taken, Welcomed
 from trio_ucx.testing import internals, live_handles
 from trio_ucx.ucp import chains
 from trio_ucx.ucp._engine import peer_workers
@@ -109,6 +110,58 @@ async def test_connects_that_cross(worker: ucp.Worker, transports: str, wishes: 
                         clients.start_soon(client, there, worker, wish[0], number)
                         clients.start_soon(client, echoes[0], server, wish[1], number)
         nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+async def test_messages_before_take_is_read(
+    worker: ucp.Worker, transports: str, closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that uses an endpoint again may have sent, and even closed, before the server knows that it is there."""
+    async with open_two(transports) as (_, listener):
+        async with trio_ucx.connect(listener.address, worker=worker) as first, await listener.accept():
+            await first.send(b"x")
+        delay_handshakes(monkeypatch, Taken, partial(trio.sleep, 0.5))
+        client = await trio_ucx.connect(listener.address, worker=worker).__aenter__()
+        sizes = (10, 5000) if closes else (10, 5000, 200_000)
+        with trio.fail_after(15):
+            for tag, size in enumerate(sizes):
+                client.send_nowait(pattern(size, tag), tag=tag)
+            await client.send_all(b"stream")
+            await (client.aclose() if closes else client.ping())
+            assert listener.statistics().waiting == 0  # the server has answered, and has not read TAKE
+            server = await listener.accept()
+            for tag, size in enumerate(sizes):
+                assert await server.receive(tag=tag) == pattern(size, tag)
+            assert await server.receive_some() == b"stream"
+            if closes:
+                with pytest.raises(trio.EndOfChannel):
+                    await server.receive()
+                await server.aclose()
+            else:
+                await server.send(b"back")
+                assert await client.receive() == b"back"
+            server.abort()
+            client.abort()
+
+
+async def test_client_that_closes_its_endpoint_while_it_is_welcomed(
+    worker: ucp.Worker, transports: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """WELCOME has told it of the server's end. It takes the next endpoint, or connects from another worker."""
+    async with open_echo(transports) as (server, listener):
+        async with trio_ucx.connect(listener.address, worker=worker) as connection:
+            await works(connection, 1)
+
+        async def close_endpoint() -> None:
+            monkeypatch.setattr(peer_workers, "IDLE_TIME", 0)
+            internals(worker).peer_workers.close_idle()
+            monkeypatch.setattr(peer_workers, "IDLE_TIME", 60)
+
+        delay_handshakes(monkeypatch, Welcomed, close_endpoint)
+        for number in range(5):
+            async with trio_ucx.connect(listener.address, worker=worker) as connection:
+                await works(connection, number)
+        assert endpoints_made(worker, server) > 1
 
 
 async def test_what_one_connection_left_does_not_reach_the_next(worker: ucp.Worker, transports: str) -> None:

@@ -222,10 +222,15 @@ class Handshake:
         self.id = wire.new_connection_id()
         while self.id in sinks:
             self.id = wire.new_connection_id()
-        sinks[self.id] = self
-        self.registry.engine.teardown.children[self.id] = self.close
+        self._receive_here()
         self._own = self.registry.description(self.id, self.options, shared_memory, self.is_local, self.local)
         return self._own
+
+    def _receive_here(self) -> None:
+        """Takes the peer's messages, until there is a Link."""
+        engine = self.registry.engine
+        engine.tag_dispatch.sinks[self.id] = self
+        engine.teardown.children[self.id] = self.close
 
     def description_arrived(self, peer: PeerDescription) -> None:
         """Chooses the transports.
@@ -491,8 +496,11 @@ class Handshake:
             link.closing.ended()
         elif error is None:
             self.fail(ConnectionError("this worker was closed"))
-        elif self._lacks_queue or self.control is None:
-            if self.control is not None and not self.control.exchange.is_client:
+        elif self.control is None:  # TAKE will name another endpoint
+            self._give_up_link()
+            self._receive_here()
+        elif self._lacks_queue:
+            if not self.control.exchange.is_client:
                 self.control.exchange.again()
                 self.control.flush()
             self.fail(NeedsAnotherWorker(self.label))
