@@ -23,9 +23,13 @@ SOURCES = [
     "log.c",
     "context.c",
     "ring.c",
+    "hooks.c",
+    "extensions.c",
     "worker.c",
+    "progress.c",
     "tag_inbox.c",
     "adaptive_poll.c",
+    "arming.c",
     "operation.c",
     "sockaddr.c",
     "sockets.c",
@@ -46,8 +50,8 @@ SOURCES = [
 #: The extensions: by folder in ``NATIVE``, their compiled files. Those that come later use those before. A build has
 #: those whose folders exist, and tells the core (``native.h``) their names.
 EXTENSIONS = {
-    "rma": ["memory.c", "transfer.c", "mapped.c", "requester.c", "owner.c"],
-    "chain": ["build.c", "run.c", "post.c", "expressions.c", "report.c", "crc32c.c"],
+    "rma": ["memory.c", "order.c", "mapped.c", "requester.c", "owner.c", "transfer.c"],
+    "chain": ["build.c", "node.c", "post.c", "run.c", "expressions.c", "report.c", "crc32c.c"],
 }
 
 # cffi's own part of the translation unit does not compile cleanly under -Wextra; ours does.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -197,6 +198,21 @@ def test_no_module_imports_itself_in_a_circle() -> None:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"a circle of imports: {error.args[1]}")
+
+
+def test_no_c_file_calls_itself_in_a_circle() -> None:
+    """Neither directly nor through others; ``static`` functions do not count, as no other file can call them."""
+    files = {
+        path: re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL) for path in PACKAGE.rglob("_native/**/*.c")
+    }
+    definition = re.compile(r"^(?:const |extern )?\w[\w *]*?\b(tu_\w+)(?:\([^;{]*\)\s*\{| = \{)", re.MULTILINE)
+    owners = {name: path for path, text in files.items() for name in definition.findall(text)}
+    calls = {
+        path: {owners[name] for name in re.findall(r"\btu_\w+", text) if owners.get(name, path) != path}
+        for path, text in files.items()
+    }
+    assert len(owners) > 150 and sum(map(len, calls.values())) > 80
+    graphlib.TopologicalSorter(calls).prepare()  # raises CycleError
 
 
 def test_pure_modules_exist() -> None:

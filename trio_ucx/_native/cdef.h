@@ -214,18 +214,24 @@ void tu_worker_destroy(tu_worker_t *worker);
 int tu_worker_efd(tu_worker_t *worker);
 uint64_t tu_worker_memory_types(tu_worker_t *worker);
 int tu_worker_address(tu_worker_t *worker, bool net_only, char *out, size_t *size);
+void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);
+int64_t tu_worker_flush(tu_worker_t *worker);
+
+/* tag_inbox.c */
 char *tu_worker_arena(tu_worker_t *worker);
 void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small);
 bool tu_worker_reserve_scratch(tu_worker_t *worker);
+
+/* progress.c */
+unsigned tu_worker_progress(tu_worker_t *worker);
+uint64_t tu_worker_moved(const tu_worker_t *worker);
+
+/* arming.c */
 int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, bool once, int *armed);
 int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max);
 int tu_worker_look_unsignalled(int efd, tu_worker_t *worker, tu_record_t *out, size_t max);
 bool tu_worker_submit(tu_worker_t *worker);
-unsigned tu_worker_progress(tu_worker_t *worker);
 int tu_worker_signal(tu_worker_t *worker);
-void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);
-uint64_t tu_worker_moved(const tu_worker_t *worker);
-int64_t tu_worker_flush(tu_worker_t *worker);
 
 /* key_gate.c */
 const char *tu_gate_missing(void);

@@ -1,8 +1,8 @@
 /* What the files of the C half share: the structures behind a worker, and the functions that they offer each other.
  *
  * Every callback that UCX makes is a C function. It appends a record to its worker's ring and returns, so no Python
- * runs inside UCX. Python asks for the records with tu_worker_progress_and_arm(), which makes UCX progress, collects what arrived,
- * takes the records and arms the worker, in one call.
+ * runs inside UCX. Python asks for the records with tu_worker_progress_and_arm(), which makes UCX progress, collects
+ * what arrived, takes the records and arms the worker, in one call.
  *
  * Room in the ring is reserved when something is posted or opened: one record for each pending operation, each endpoint
  * and each queue of active messages. So a callback never has to allocate. A callback for which nothing can be reserved,
@@ -359,15 +359,18 @@ int64_t tu_long_receive(tu_worker_t *worker, uint64_t pointer, const tu_buffers_
 void tu_long_endpoint_closing(tu_endpoint_t *endpoint, bool forced);
 void tu_long_worker_destroyed(tu_worker_t *worker);
 
-/* ---- hooks (worker.c) ---- */
+/* ---- hooks (hooks.c) ---- */
 
 void tu_hook_init(tu_hook_t *hook, unsigned (*function)(tu_hook_t *hook));
 /* Does nothing if the hook was added already. */
 void tu_hook_add(tu_worker_t *worker, tu_hook_t *hook);
 void tu_hook_remove(tu_hook_t *hook);
+unsigned tu_hooks_call(tu_worker_t *worker);
 
-/* ---- what extensions are asked (worker.c) ---- */
+/* ---- what extensions are asked (extensions.c) ---- */
 
+ucs_status_t tu_extensions_open(tu_worker_t *worker);
+void tu_extensions_worker_destroyed(tu_worker_t *worker);
 bool tu_extensions_in_flight(tu_endpoint_t *endpoint);
 bool tu_extensions_flush(tu_endpoint_t *endpoint, int64_t *verdict);
 void tu_extensions_closing(tu_endpoint_t *endpoint);

@@ -7,6 +7,28 @@
 #include "little_endian.h"
 #include "native.h"
 
+char *tu_worker_arena(tu_worker_t *worker)
+{
+    return worker->arena;
+}
+
+/* Collects the tag messages with this bit from now on; those of up to `small` bytes (at most TU_SMALL_MESSAGE) are
+ * packed. */
+void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small)
+{
+    worker->claimed_bit = tag_bit;
+    worker->small       = small;
+}
+
+/* Allocates what is needed to receive a small message. False: there is no memory. */
+bool tu_worker_reserve_scratch(tu_worker_t *worker)
+{
+    if (worker->scratch == NULL) {
+        worker->scratch = tu_malloc(TU_LONGEST_BATCH);
+    }
+    return worker->scratch != NULL && tu_long_reserve(worker);
+}
+
 static void scratch_received(void *request, ucs_status_t status, const ucp_tag_recv_info_t *info, void *scratch)
 {
     (void)status;

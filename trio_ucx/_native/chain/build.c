@@ -321,17 +321,6 @@ void tu_chain_destroy(tu_chain_t *chain)
     free(chain);
 }
 
-/* Python needs the chain no more. If UCX has something of it, it is destroyed when UCX is done with that. */
-void tu_chain_free(tu_chain_t *chain)
-{
-    chain->freed = true;
-    if (chain->running) {
-        tu_chain_cancel(chain);
-    } else if (chain->lost == 0) {
-        tu_chain_destroy(chain);
-    }
-}
-
 /* Sets the descriptor of the timer that wakes the worker when a delayed request may begin. */
 void tu_chain_timer(tu_worker_t *worker, int fd)
 {

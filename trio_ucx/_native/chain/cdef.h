@@ -138,7 +138,6 @@ typedef struct tu_chain_report {
 } tu_chain_report_t;
 
 int tu_chain_create(tu_worker_t *worker, tu_chain_t **out);
-void tu_chain_free(tu_chain_t *chain);
 int tu_chain_target(tu_chain_t *chain, uint64_t address, uint64_t length);
 void tu_chain_bind(tu_chain_t *chain, uint32_t target, tu_endpoint_t *endpoint, ucp_rkey_h rkey,
                    const tu_access_path_t *path);
@@ -148,6 +147,7 @@ void tu_chain_timer(tu_worker_t *worker, int fd);
 int64_t tu_chain_run(tu_chain_t *chain);
 void tu_chain_forget(tu_chain_t *chain, uint32_t target);
 void tu_chain_cancel(tu_chain_t *chain);
+void tu_chain_free(tu_chain_t *chain);
 /* report.c */
 bool tu_chain_busy(const tu_chain_t *chain);
 void tu_chain_report(const tu_chain_t *chain, uint32_t request, tu_chain_report_t *out);

@@ -1,7 +1,8 @@
 /* What the files of request chains share.
  *
  *   build.c        creates chains, adds requests, frees both
- *   run.c          a run: which request may begin, and what its end means for others
+ *   node.c         the state of a request, and what its end means for others
+ *   run.c          a run: which request begins, and when the run is over
  *   post.c         begins one request: evaluates its arguments, and posts it to UCX
  *   expressions.c  evaluates expressions over results
  *   report.c       tells Python what became of the requests
@@ -150,7 +151,7 @@ static inline void tu_node_set_state(tu_node_t *node, int state)
     node->state = state;
 }
 
-/* run.c. Completed: UCX is done with a request. Ready: it may begin. False: its condition was false. Conclude: it is
+/* node.c. Completed: UCX is done with a request. Ready: it may begin. False: its condition was false. Conclude: it is
  * over, with a state. */
 void tu_node_completed(tu_node_t *node, ucs_status_t status);
 void tu_node_ready(tu_node_t *node);
@@ -159,14 +160,21 @@ void tu_node_false(tu_node_t *node);
 void tu_node_conclude(tu_node_t *node, int state);
 void tu_node_conclude_for(tu_node_t *node, const tu_reason_t *reason);
 void tu_node_fail(tu_node_t *node, ucs_status_t status);
+bool tu_node_is_written(const tu_node_t *node);
+bool tu_node_has_data(const tu_node_t *node);
+void tu_node_not_ready(tu_node_t *node);
+void tu_node_reset(tu_node_t *node);
+void tu_chain_enqueue(tu_chain_t *chain);
+void tu_chain_dequeue(tu_chain_t *chain);
+uint32_t tu_chain_next_ready(const tu_chain_t *chain, uint32_t index);
 void tu_chain_lost_less(tu_chain_t *chain);
+
+/* build.c */
 void tu_chain_destroy(tu_chain_t *chain);
 
 /* post.c. Begin: the node is ready. Go on: UCX is done with its request, or with the flush after it. */
 void tu_node_begin(tu_node_t *node);
 void tu_node_go_on(tu_node_t *node);
-bool tu_node_is_written(const tu_node_t *node);
-bool tu_node_has_data(const tu_node_t *node);
 
 /* expressions.c */
 const char *tu_chain_result(const tu_chain_t *chain, uint32_t request, uint64_t offset, uint64_t length,

@@ -58,18 +58,6 @@ static void done_at_once(tu_node_t *node)
     tu_node_completed(node, UCS_OK);
 }
 
-/* Whether the request has a result when it is done. */
-bool tu_node_has_data(const tu_node_t *node)
-{
-    return node->request.kind == TU_CHAIN_GET || node->request.kind == TU_CHAIN_ATOMIC ||
-           node->request.kind == TU_CHAIN_FOLLOW;
-}
-
-bool tu_node_is_written(const tu_node_t *node)
-{
-    return node->request.kind == TU_CHAIN_PUT && node->length > 0 && !node->stored;
-}
-
 /* Flushes after a put for which others wait: they begin when it has happened. */
 static void flush_put(tu_node_t *node, tu_target_t *target)
 {

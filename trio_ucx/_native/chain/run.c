@@ -1,4 +1,4 @@
-/* Runs request chains: decides which requests may begin, and what the end of one means for others.
+/* Runs request chains: decides which requests may begin. What the end of one means for others is in node.c.
  *
  * A node is a request. It is ready when all that it waits for is over; then post.c evaluates its condition and its
  * arguments, and posts it. UCX's callbacks only note that a request has completed; the rest happens after the call that
@@ -21,247 +21,7 @@
 #define DEPTH 64               /* requests and flushes that UCX has of one chain */
 #define LOOK 16                /* requests, or calls, between two looks at the clock */
 
-/* ---- the queues ---- */
-
-static void enqueue(tu_chain_t *chain)
-{
-    if (chain->running && !chain->advancing && !tu_list_is_linked(&chain->queue_link)) {
-        tu_list_append(&tu_chains_of(chain->worker)->queue, &chain->queue_link);
-        chain->worker->background.ready++;
-    }
-}
-
-static void dequeue(tu_chain_t *chain)
-{
-    if (tu_list_is_linked(&chain->queue_link)) {
-        tu_list_remove(&chain->queue_link);
-        chain->worker->background.ready--;
-    }
-}
-
-void tu_node_ready(tu_node_t *node)
-{
-    tu_chain_t *chain = node->chain;
-
-    chain->ready[node->index / 64] |= (uint64_t)1 << node->index % 64;
-    enqueue(chain);
-}
-
-static void clear_ready(tu_node_t *node)
-{
-    node->chain->ready[node->index / 64] &= ~((uint64_t)1 << node->index % 64);
-}
-
-/* The first node from `index` on that is ready; `count` when there is none. */
-static uint32_t next_ready(const tu_chain_t *chain, uint32_t index)
-{
-    uint64_t word;
-
-    while (index < chain->count) {
-        word = chain->ready[index / 64] >> index % 64;
-        if (word != 0) {
-            return index + (uint32_t)__builtin_ctzll(word);
-        }
-        index = (index / 64 + 1) * 64;
-    }
-    return chain->count;
-}
-
-void tu_node_completed(tu_node_t *node, ucs_status_t status)
-{
-    tu_chain_t *chain = node->chain;
-
-    node->status = status;
-    tu_list_append(&chain->completed, &node->completed_link);
-    enqueue(chain);
-}
-
-/* ---- the end of a request ---- */
-
-static void waits_less(tu_node_t *node)
-{
-    if (--node->waiting == 0) {
-        tu_node_ready(node);
-    }
-}
-
-/* Stops the chain at this node: no request that was added later runs. All of these have waited for this one. */
-static void stop(tu_node_t *node)
-{
-    tu_chain_t *chain = node->chain;
-    uint32_t i;
-
-    for (i = node->index + 1; i < chain->count; i++) {
-        tu_node_t *other = chain->nodes[i];
-
-        if (other->state == TU_CHAIN_WAITING) {
-            clear_ready(other);
-            tu_node_set_state(other, TU_CHAIN_NOT_EVALUATED);
-            other->culprit = node->index;
-            chain->unfinished--;
-        }
-    }
-}
-
-void tu_node_conclude(tu_node_t *node, int state)
-{
-    tu_chain_t *chain = node->chain;
-    bool failed       = state != TU_CHAIN_DONE && state != TU_CHAIN_SKIPPED;
-    size_t i;
-
-    tu_node_set_state(node, state);
-    node->happened = state == TU_CHAIN_DONE;
-    chain->unfinished--;
-    if (state != TU_CHAIN_DONE && node->request.on_false == TU_FALSE_STOP) {
-        stop(node);
-    }
-    for (i = 0; i < node->edge_count; i++) {
-        tu_node_t *other = chain->nodes[node->edges[i].request];
-
-        if (other->state != TU_CHAIN_WAITING) {
-            continue;
-        }
-        if (failed && node->edges[i].strict && !other->dependency_failed) {
-            other->dependency_failed = true;
-            other->culprit = node->index;
-        }
-        waits_less(other);
-    }
-    if (node->then != 0) {
-        tu_node_t *other = chain->nodes[node->then - 1];
-
-        node->then = 0;
-        if (other->state == TU_CHAIN_WAITING) {
-            waits_less(other);
-        }
-    }
-}
-
-void tu_node_conclude_for(tu_node_t *node, const tu_reason_t *reason)
-{
-    node->culprit = reason->culprit;
-    tu_node_conclude(node, reason->state);
-}
-
-void tu_node_fail(tu_node_t *node, ucs_status_t status)
-{
-    node->status = status;
-    tu_node_conclude(node, TU_CHAIN_FAILED);
-}
-
-static void begin_again(tu_node_t *node)
-{
-    tu_node_set_state(node, TU_CHAIN_WAITING);
-    node->waiting    = 0;
-    node->dependency_failed    = false;
-    node->has_result = false;
-    node->continuing = false;
-    node->arrived    = false;
-    node->flushed    = false;
-}
-
-static uint32_t count_unfinished(const tu_chain_t *chain, const uint32_t *requests, size_t count)
-{
-    uint32_t unfinished = 0;
-    size_t i;
-
-    for (i = 0; i < count; i++) {
-        unfinished += chain->nodes[requests[i]]->state <= TU_CHAIN_POSTED;
-    }
-    return unfinished;
-}
-
-/* Lets a request wait again for its predecessors that are not over: a retry of another request may run them again.
- * Returns their number. */
-uint32_t tu_node_wait(tu_node_t *node)
-{
-    const tu_chain_request_t *request = &node->request;
-
-    tu_node_set_state(node, TU_CHAIN_WAITING);
-    node->waiting = count_unfinished(node->chain, request->after, request->after_count) +
-                    count_unfinished(node->chain, request->behind, request->behind_count);
-    return node->waiting;
-}
-
-/* A request runs again: those that wait for it, have not begun and do not run again themselves wait for it once
- * more. */
-static void let_wait(const tu_node_t *before, const tu_node_t *retried)
-{
-    const tu_chain_request_t *request = &retried->request;
-    tu_node_t *other;
-    size_t edge, i;
-
-    for (edge = 0; edge < before->edge_count; edge++) {
-        other = before->chain->nodes[before->edges[edge].request];
-        for (i = 0; i < request->again_count && request->again[i] != other->index; i++) {
-        }
-        if (other->state == TU_CHAIN_WAITING && other != retried && i == request->again_count) {
-            clear_ready(other);
-            other->waiting++;
-        }
-    }
-}
-
-/* Runs a request again whose condition was false, and before it the requests that it names, one after the other. All of
- * these are over. */
-static void retry(tu_node_t *node)
-{
-    tu_chain_t *chain                = node->chain;
-    const tu_chain_request_t *request = &node->request;
-    tu_node_t *first                 = request->again_count > 0 ? chain->nodes[request->again[0]] : node;
-    size_t i;
-
-    begin_again(node);
-    for (i = 0; i < request->again_count; i++) {
-        begin_again(chain->nodes[request->again[i]]);
-        chain->nodes[request->again[i]]->retries = 0;
-        chain->unfinished++;
-    }
-    for (i = 0; i < request->again_count; i++) {
-        tu_node_wait(chain->nodes[request->again[i]]);
-        let_wait(chain->nodes[request->again[i]], node);
-    }
-    for (i = 1; i < request->again_count; i++) {
-        chain->nodes[request->again[i - 1]]->then = request->again[i] + 1;
-        chain->nodes[request->again[i]]->waiting++;
-    }
-    tu_node_wait(node);
-    first->not_before = request->delay > 0 ? tu_now() + request->delay : 0;
-    if (first->waiting == 0) {
-        tu_node_ready(first); /* the others wait for it */
-    }
-}
-
-void tu_node_false(tu_node_t *node)
-{
-    if (node->retries < node->request.retries && !node->chain->cancelled) {
-        node->retries++;
-        retry(node);
-    } else if (node->request.on_false == TU_FALSE_ERROR) {
-        tu_node_conclude(node, TU_CHAIN_FALSE);
-    } else {
-        tu_node_conclude(node, TU_CHAIN_SKIPPED);
-    }
-}
-
 /* ---- a run ---- */
-
-void tu_chain_lost_less(tu_chain_t *chain)
-{
-    tu_operation_t *operation = chain->operation;
-
-    chain->lost--;
-    if (chain->running || chain->lost > 0) {
-        return;
-    }
-    chain->operation = NULL;
-    if (operation != NULL) {
-        tu_operation_done(operation, NULL, UCS_OK, 0, 0);
-    }
-    if (chain->freed) {
-        tu_chain_destroy(chain);
-    }
-}
 
 static void target_flushed(void *request, ucs_status_t status, void *user_data)
 {
@@ -278,7 +38,7 @@ static void target_flushed(void *request, ucs_status_t status, void *user_data)
         chain->in_flight--;
         target->flushing = false;
         target->status   = status;
-        enqueue(chain);
+        tu_chain_enqueue(chain);
     }
 }
 
@@ -342,7 +102,7 @@ static void end_run(tu_chain_t *chain)
     ucs_status_t status       = chain->cancelled ? UCS_ERR_CANCELED : UCS_OK;
 
     blame_flushes(chain);
-    dequeue(chain);
+    tu_chain_dequeue(chain);
     chain->running = false;
     tu_list_remove(&chain->running_link);
     chain->worker->background.sequences--;
@@ -385,9 +145,9 @@ static tu_node_t *next_to_begin(tu_chain_t *chain)
     int round;
 
     for (round = 0; round < 2; round++) {
-        for (index = next_ready(chain, from); index < to; index = next_ready(chain, index + 1)) {
+        for (index = tu_chain_next_ready(chain, from); index < to; index = tu_chain_next_ready(chain, index + 1)) {
             if (may_begin(chain->nodes[index])) {
-                clear_ready(chain->nodes[index]);
+                tu_node_not_ready(chain->nodes[index]);
                 chain->cursor = index + 1;
                 return chain->nodes[index];
             }
@@ -420,7 +180,7 @@ static bool advance(tu_chain_t *chain)
         tu_node_begin(node);
         if (++begun % LOOK == 0 && (chains->now = tu_now()) > chain->worker->background.slice_end) {
             chain->advancing = false;
-            enqueue(chain);
+            tu_chain_enqueue(chain);
             return true;
         }
     }
@@ -457,7 +217,7 @@ static void queue_those(tu_chains_t *chains, uint64_t due)
     TU_LIST_FOR_EACH(chain, &chains->running, running_link) {
         if (chain->wake_at != 0 && chain->wake_at <= due) {
             chain->wake_at = 0; /* `advance` finds out what it waits for */
-            enqueue(chain);
+            tu_chain_enqueue(chain);
         }
     }
 }
@@ -495,7 +255,7 @@ static unsigned progress(tu_hook_t *hook)
     }
     do {
         chain = TU_LIST_FIRST(&chains->queue, tu_chain_t, queue_link);
-        dequeue(chain);
+        tu_chain_dequeue(chain);
         delays |= advance(chain) && chain->wake_at != 0;
         moved++;
     } while (!tu_list_is_empty(&chains->queue) && chains->now <= chains->worker->background.slice_end);
@@ -514,7 +274,7 @@ static void begin_run(tu_chain_t *chain)
     chains->now = tu_now();
     *end        = chains->now + TU_SEQUENCE_SLICE;
     do {
-        dequeue(chain);
+        tu_chain_dequeue(chain);
     } while (advance(chain) && tu_list_is_linked(&chain->queue_link) && chains->now <= *end);
     if (chain->running && chain->wake_at != 0) {
         set_timer(chains);
@@ -563,7 +323,7 @@ int64_t tu_chain_run(tu_chain_t *chain)
     for (i = 0; i < chain->count; i++) {
         tu_node_t *node = chain->nodes[i];
 
-        begin_again(node);
+        tu_node_reset(node);
         node->happened   = false;
         node->status     = UCS_OK;
         node->culprit    = 0;
@@ -578,7 +338,7 @@ int64_t tu_chain_run(tu_chain_t *chain)
             tu_node_ready(node);
         }
     }
-    enqueue(chain); /* also if it has no requests */
+    tu_chain_enqueue(chain); /* also if it has no requests */
     begin_run(chain);
     if (!chain->running) {
         return tu_post_end(&post, UCS_STATUS_PTR(UCS_OK));
@@ -602,7 +362,7 @@ void tu_chain_cancel(tu_chain_t *chain)
         tu_node_t *node = chain->nodes[i];
 
         if (node->state == TU_CHAIN_WAITING) {
-            clear_ready(node);
+            tu_node_not_ready(node);
             tu_node_set_state(node, node->happened ? TU_CHAIN_DONE : TU_CHAIN_CANCELLED);
             node->has_result = node->happened && tu_node_has_data(node);
             chain->unfinished--;
@@ -611,7 +371,18 @@ void tu_chain_cancel(tu_chain_t *chain)
     if (tu_list_is_empty(&chain->completed) && chain->in_flight == 0) {
         end_run(chain);
     } else {
-        enqueue(chain);
+        tu_chain_enqueue(chain);
+    }
+}
+
+/* Python needs the chain no more. If UCX has something of it, it is destroyed when UCX is done with that. */
+void tu_chain_free(tu_chain_t *chain)
+{
+    chain->freed = true;
+    if (chain->running) {
+        tu_chain_cancel(chain);
+    } else if (chain->lost == 0) {
+        tu_chain_destroy(chain);
     }
 }
 
@@ -672,7 +443,7 @@ static void forget(tu_chain_t *chain, uint32_t index)
     for (i = 0; i < chain->count; i++) {
         chain->nodes[i]->not_before = 0;
     }
-    enqueue(chain);
+    tu_chain_enqueue(chain);
 }
 
 /* Its user has given a target up: nothing waits for its requests any more, which UCX completes later. */

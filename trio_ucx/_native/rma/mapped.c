@@ -128,7 +128,7 @@ void tu_mapped_close(tu_rma_t *rma)
     tu_hook_remove(&rma->copy_hook);
 }
 
-void tu_mapped_begin(tu_transfer_t *transfer)
+static void begin(tu_transfer_t *transfer)
 {
     tu_rma_t *rma = tu_rma_of(transfer->worker);
 
@@ -138,7 +138,7 @@ void tu_mapped_begin(tu_transfer_t *transfer)
     tu_hook_add(transfer->worker, &rma->copy_hook);
 }
 
-void tu_mapped_end(tu_transfer_t *transfer)
+static void end(tu_transfer_t *transfer)
 {
     tu_rma_t *rma = tu_rma_of(transfer->worker);
 
@@ -148,3 +148,5 @@ void tu_mapped_end(tu_transfer_t *transfer)
         tu_hook_remove(&rma->copy_hook);
     }
 }
+
+const tu_way_t tu_way_mapped = {.begin = begin, .end = end};

@@ -23,11 +23,6 @@ static tu_transfer_t *find(tu_rma_t *rma, uint64_t id)
     return NULL;
 }
 
-void tu_requester_forget(tu_transfer_t *transfer)
-{
-    tu_list_remove(&transfer->awaiting_link);
-}
-
 /* ---- requests ---- */
 
 void tu_requester_prepare(tu_transfer_t *transfer, const tu_access_path_t *path, uint64_t offset)
@@ -71,7 +66,7 @@ static void request_sent(void *request, ucs_status_t status, void *user_data)
     request_left(user_data, status);
 }
 
-void tu_requester_send(tu_transfer_t *transfer)
+static void begin(tu_transfer_t *transfer)
 {
     tu_endpoint_t *endpoint   = transfer->endpoint;
     tu_rma_t *rma             = tu_rma_of(endpoint->worker);
@@ -108,6 +103,14 @@ void tu_requester_send(tu_transfer_t *transfer)
         request_left(transfer, UCS_PTR_RAW_STATUS(answer));
     }
 }
+
+/* An answer to this transfer is not taken any more. */
+static void forget(tu_transfer_t *transfer)
+{
+    tu_list_remove(&transfer->awaiting_link);
+}
+
+const tu_way_t tu_way_messages = {.begin = begin, .end = forget};
 
 /* ---- answers ---- */
 
@@ -187,7 +190,7 @@ void tu_requester_answered(tu_rma_t *rma, const tu_remote_answer_t *answer, void
         memcpy(transfer->buffer, data, length);
         tu_transfer_conclude(transfer, UCS_OK);
     } else {
-        tu_requester_forget(transfer); /* a second answer is not taken */
+        forget(transfer); /* a second answer is not taken */
         receive(transfer, data);
     }
 }

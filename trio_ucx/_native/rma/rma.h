@@ -1,7 +1,8 @@
 /* Remote memory between two trio_ucx peers, without UCX's own puts and gets, as far as the rest of the C code
  * needs it.
  *
- *   transfer.c    puts, gets and atomics in the order of their posting; fences, flushes, cancelling
+ *   transfer.c    posts and cancels puts, gets and atomics; fences and flushes
+ *   order.c       the order in which an endpoint's transfers begin, and their end
  *   mapped.c      memory that this process has mapped: load, store, and the processor's atomics
  *   requester.c   memory that it has not: messages to the owner, and its answers
  *   owner.c       the owner's side: memory that peers may use, and answers to them

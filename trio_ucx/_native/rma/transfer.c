@@ -1,9 +1,6 @@
-/* Atomics, and puts and gets without UCX's own, in the order of their posting: by load, store and the processor's
- * atomics if this process has mapped the memory (mapped.c), else by messages to its owner (requester.c).
- *
- * An endpoint's transfers are in a list until they have happened at the owner. They begin in the order of the list, up
- * to TU_REMOTE_WINDOW at once; a transfer behind a fence begins when all before it have happened. A flush is an entry
- * in the list. It has happened when it becomes the first one, and UCX has flushed what UCX itself had to do.
+/* Posts atomics, and puts and gets without UCX's own. They are carried out in the order of their posting (order.c): by
+ * load, store and the processor's atomics if this process has mapped the memory (mapped.c), else by messages to its
+ * owner (requester.c).
  *
  * A transfer by messages that is longer than the access path's `part` is a WHOLE: it is not in the list itself, but its parts
  * are, as transfers like others.
@@ -12,235 +9,12 @@
 
 #include "rma/transfer.h"
 
-static void advance(tu_endpoint_t *endpoint);
 static void cancel(tu_transfer_t *transfer);
-
-/* ---- the list ---- */
-
-static tu_transfer_t *first_of(const tu_transfers_t *transfers)
-{
-    return TU_LIST_FIRST(&transfers->list, tu_transfer_t, link);
-}
-
-static tu_transfer_t *allocate(tu_worker_t *worker, tu_transfer_kind_t kind, tu_transfer_done_t done, void *owner)
-{
-    tu_transfer_t *transfer = tu_calloc(1, sizeof(*transfer));
-
-    if (transfer == NULL) {
-        return NULL;
-    }
-    transfer->worker = worker;
-    transfer->kind   = kind;
-    transfer->done   = done;
-    transfer->owner  = owner;
-    tu_list_init(&transfer->link);
-    tu_list_init(&transfer->awaiting_link);
-    tu_list_init(&transfer->copy_link);
-    tu_list_prepend(&tu_rma_of(worker)->transfers, &transfer->all_link);
-    return transfer;
-}
-
-/* NULL: there is no memory for it. */
-static tu_transfers_t *make_transfers(tu_endpoint_t *endpoint)
-{
-    tu_transfers_t *transfers = tu_transfers_of(endpoint);
-
-    if (transfers == NULL) {
-        transfers = tu_calloc(1, sizeof(*transfers));
-        if (transfers != NULL) {
-            tu_list_init(&transfers->list);
-            tu_list_init(&transfers->refused);
-            endpoint->extensions[TU_INDEX_rma] = transfers;
-        }
-    }
-    return transfers;
-}
-
-/* Adds a transfer to its endpoint's list. */
-static tu_transfer_t *enter(tu_endpoint_t *endpoint, tu_transfer_kind_t kind, tu_transfer_done_t done, void *owner)
-{
-    tu_transfers_t *transfers = make_transfers(endpoint);
-    tu_transfer_t *transfer   = transfers == NULL ? NULL : allocate(endpoint->worker, kind, done, owner);
-
-    if (transfer == NULL) {
-        return NULL;
-    }
-    transfer->endpoint = endpoint;
-    if (kind != TU_TRANSFER_FLUSH) { /* a flush waits for all before it in any case */
-        transfer->fenced = transfers->fence && !tu_list_is_empty(&transfers->list);
-        transfers->fence = false;
-    }
-    tu_list_append(&transfers->list, &transfer->link);
-    if (transfers->waiting == NULL) {
-        transfers->waiting = transfer;
-    }
-    return transfer;
-}
-
-/* A transfer with a fence before it leaves the list without having begun. What follows must still wait for what was
- * before the fence. */
-static void pass_on_fence(tu_transfers_t *transfers, tu_transfer_t *transfer)
-{
-    do {
-        transfer = TU_LIST_NEXT(&transfers->list, transfer, link);
-    } while (transfer != NULL && transfer->kind == TU_TRANSFER_FLUSH);
-    if (transfer != NULL) {
-        transfer->fenced = true;
-    } else {
-        transfers->fence = true;
-    }
-}
-
-/* Takes a transfer out of the list of its endpoint. */
-static void leave(tu_transfer_t *transfer)
-{
-    tu_endpoint_t *endpoint = transfer->endpoint;
-    tu_transfers_t *transfers;
-
-    if (endpoint == NULL) {
-        return;
-    }
-    transfers = tu_transfers_of(endpoint);
-    if (transfer->fenced && transfer->state == TU_TRANSFER_WAITING) {
-        pass_on_fence(transfers, transfer);
-    }
-    if (transfers->waiting == transfer) {
-        transfers->waiting = TU_LIST_NEXT(&transfers->list, transfer, link);
-    }
-    if (transfer->state == TU_TRANSFER_SENT) {
-        transfers->begun--;
-    }
-    tu_list_remove(&transfer->link);
-    transfer->endpoint = NULL;
-}
-
-/* Stores the old value of an atomic's integer. NULL: nobody wants it. */
-void tu_transfer_store_integer(char *to, uint64_t value, uint64_t length)
-{
-    uint32_t four = (uint32_t)value;
-
-    if (to != NULL) {
-        memcpy(to, length == 4 ? (const void *)&four : (const void *)&value, length);
-    }
-}
-
-static void dispose(tu_transfer_t *transfer)
-{
-    tu_list_remove(&transfer->all_link);
-    free(transfer);
-}
-
-/* Keeps a refused transfer until a flush reports it; not the oldest of many, whose scopes may have ended. */
-static void keep_refused(tu_transfers_t *transfers, tu_transfer_t *transfer)
-{
-    tu_transfer_t *oldest;
-
-    tu_list_append(&transfers->refused, &transfer->link);
-    if (++transfers->refusals > TU_MOST_REFUSALS) {
-        oldest = TU_LIST_FIRST(&transfers->refused, tu_transfer_t, link);
-        tu_list_remove(&oldest->link);
-        transfers->refusals--;
-        dispose(oldest);
-    }
-}
-
-/* The refused transfer of a scope; NULL: there is none. */
-static tu_transfer_t *find_refused(tu_transfers_t *transfers, uint64_t scope)
-{
-    tu_transfer_t *transfer;
-
-    TU_LIST_FOR_EACH(transfer, &transfers->refused, link) {
-        if (transfer->scope == scope) {
-            return transfer;
-        }
-    }
-    return NULL;
-}
-
-/* ---- the end of a transfer ---- */
-
-void tu_transfer_tell(tu_transfer_t *transfer, ucs_status_t status)
-{
-    tu_transfer_done_t done = transfer->done;
-
-    transfer->done = NULL;
-    if (transfer->verdict != NULL) {
-        *transfer->verdict = status;
-    } else if (done != NULL) {
-        done(transfer->owner, status);
-    }
-    transfer->verdict = NULL;
-}
-
-void tu_transfer_conclude(tu_transfer_t *transfer, ucs_status_t status)
-{
-    tu_endpoint_t *endpoint = transfer->endpoint;
-    bool refused            = false;
-
-    if (transfer->state != TU_TRANSFER_OVER) {
-        if (transfer->state == TU_TRANSFER_SENT) {
-            tu_requester_forget(transfer);
-        } else if (transfer->state == TU_TRANSFER_COPYING) {
-            tu_mapped_end(transfer);
-        }
-        refused = status != UCS_OK && transfer->done == NULL && endpoint != NULL &&
-                  (transfer->kind == TU_TRANSFER_PUT || transfer->kind == TU_TRANSFER_ATOMIC);
-        leave(transfer);
-        transfer->state  = TU_TRANSFER_OVER;
-        transfer->status = status;
-    }
-    if (refused && find_refused(tu_transfers_of(endpoint), transfer->scope) == NULL) {
-        keep_refused(tu_transfers_of(endpoint), transfer);
-    } else if (!transfer->sending && !transfer->receiving) {
-        if (transfer->done != NULL) {
-            tu_transfer_tell(transfer, transfer->status);
-        }
-        dispose(transfer);
-    }
-    if (endpoint != NULL) {
-        advance(endpoint);
-    }
-}
-
-/* ---- beginning ---- */
-
-/* Begins the transfers that may begin. Completions inside this call do not begin further ones by themselves. */
-static void advance(tu_endpoint_t *endpoint)
-{
-    tu_transfers_t *transfers = tu_transfers_of(endpoint);
-    tu_transfer_t *first, *transfer;
-
-    if (transfers->advancing || endpoint->ep == NULL) {
-        return;
-    }
-    transfers->advancing = true;
-    for (;;) {
-        first = first_of(transfers);
-        if (first != NULL && first->kind == TU_TRANSFER_FLUSH) {
-            tu_transfer_conclude(first, UCS_OK);
-            continue;
-        }
-        transfer = transfers->waiting;
-        if (transfer == NULL || transfers->begun >= TU_REMOTE_WINDOW || (transfer->fenced && transfer != first)) {
-            break;
-        }
-        transfers->waiting = TU_LIST_NEXT(&transfers->list, transfer, link);
-        if (transfer->kind == TU_TRANSFER_FLUSH) {
-            continue;
-        }
-        if (transfer->local != NULL) {
-            tu_mapped_begin(transfer);
-        } else {
-            tu_requester_send(transfer);
-        }
-    }
-    transfers->advancing = false;
-}
 
 /* Adds a transfer to the endpoint's list; by messages if `local` is NULL. */
 static ucs_status_t add(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, char *local, tu_transfer_t **out)
 {
-    tu_transfer_t *transfer = enter(endpoint, params->kind, params->done, params->owner);
+    tu_transfer_t *transfer = tu_order_enter(endpoint, params->kind, params->done, params->owner);
 
     if (transfer == NULL) {
         return UCS_ERR_NO_MEMORY;
@@ -251,6 +25,7 @@ static ucs_status_t add(tu_endpoint_t *endpoint, const tu_transfer_params_t *par
     transfer->memory = params->memory;
     transfer->atomic = params->atomic;
     transfer->local  = local;
+    transfer->way    = local != NULL ? &tu_way_mapped : &tu_way_messages;
     transfer->scope  = params->scope;
     if (local == NULL) {
         tu_requester_prepare(transfer, params->path, params->offset);
@@ -269,14 +44,14 @@ static void part_done(void *owner, ucs_status_t status)
     }
     if (--whole->parts == 0) {
         tu_transfer_tell(whole, whole->status);
-        dispose(whole);
+        tu_order_dispose(whole);
     }
 }
 
 /* Adds a long transfer by messages, as parts. If there is no memory for one of them, those before it are cancelled. */
 static ucs_status_t add_parts(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, tu_transfer_t **out)
 {
-    tu_transfer_t *whole      = allocate(endpoint->worker, TU_TRANSFER_WHOLE, params->done, params->owner);
+    tu_transfer_t *whole      = tu_order_allocate(endpoint->worker, TU_TRANSFER_WHOLE, params->done, params->owner);
     tu_transfer_params_t part = *params;
     ucs_status_t status       = UCS_OK;
     tu_transfer_t *transfer;
@@ -297,7 +72,7 @@ static ucs_status_t add_parts(tu_endpoint_t *endpoint, const tu_transfer_params_
     if (status != UCS_OK) {
         whole->parts++; /* so that it does not end in this call */
         cancel(whole);
-        dispose(whole);
+        tu_order_dispose(whole);
         return status;
     }
     *out = whole;
@@ -338,7 +113,7 @@ ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params
         return status;
     }
     transfer->verdict = &verdict;
-    advance(endpoint);
+    tu_order_advance(endpoint);
     if (verdict == UCS_INPROGRESS) {
         transfer->verdict = NULL;
         *out              = transfer;
@@ -461,20 +236,20 @@ static int64_t post_flush(tu_endpoint_t *endpoint)
     if (verdict != 0) {
         return verdict;
     }
-    transfer = enter(endpoint, TU_TRANSFER_FLUSH, operation_done, post.operation);
+    transfer = tu_order_enter(endpoint, TU_TRANSFER_FLUSH, operation_done, post.operation);
     if (transfer == NULL) {
         return tu_post_end(&post, UCS_STATUS_PTR(UCS_ERR_NO_MEMORY));
     }
     param.user_data = transfer;
     answer          = ucp_ep_flush_nbx(endpoint->ep, &param); /* at the same time as the answers come */
     if (UCS_PTR_IS_ERR(answer)) {
-        leave(transfer);
-        dispose(transfer);
+        tu_order_leave(transfer);
+        tu_order_dispose(transfer);
         return tu_post_end(&post, answer);
     }
     transfer->sending = answer != NULL;
     verdict           = pending(&post, transfer);
-    advance(endpoint);
+    tu_order_advance(endpoint);
     return verdict;
 }
 
@@ -493,7 +268,7 @@ static bool flush(tu_endpoint_t *endpoint, int64_t *verdict)
 int tu_transfers_status(tu_endpoint_t *endpoint, uint64_t scope)
 {
     tu_transfers_t *transfers = tu_transfers_of(endpoint);
-    tu_transfer_t *refused    = transfers == NULL ? NULL : find_refused(transfers, scope);
+    tu_transfer_t *refused    = transfers == NULL ? NULL : tu_order_refused(transfers, scope);
     ucs_status_t status;
 
     if (refused == NULL) {
@@ -502,7 +277,7 @@ int tu_transfers_status(tu_endpoint_t *endpoint, uint64_t scope)
     status = refused->status;
     tu_list_remove(&refused->link);
     transfers->refusals--;
-    dispose(refused);
+    tu_order_dispose(refused);
     return status;
 }
 
@@ -557,7 +332,7 @@ static void cancel_parts(tu_transfer_t *whole)
     }
     if (endpoint != NULL) {
         tu_transfers_of(endpoint)->advancing = false;
-        advance(endpoint);
+        tu_order_advance(endpoint);
     }
     part_done(whole, UCS_OK);
 }
@@ -584,11 +359,11 @@ static void endpoint_closing(tu_endpoint_t *endpoint)
     }
     transfers->advancing = true;
     while (!tu_list_is_empty(&transfers->list)) {
-        tu_transfer_conclude(first_of(transfers), UCS_ERR_CANCELED);
+        tu_transfer_conclude(tu_order_first(transfers), UCS_ERR_CANCELED);
     }
     while ((refused = TU_LIST_FIRST(&transfers->refused, tu_transfer_t, link)) != NULL) {
         tu_list_remove(&refused->link);
-        dispose(refused);
+        tu_order_dispose(refused);
     }
     free(transfers);
     endpoint->extensions[TU_INDEX_rma] = NULL;
@@ -599,7 +374,7 @@ static void worker_destroyed(tu_worker_t *worker)
     tu_rma_t *rma = tu_rma_of(worker);
 
     while (!tu_list_is_empty(&rma->transfers)) {
-        dispose(TU_LIST_FIRST(&rma->transfers, tu_transfer_t, all_link));
+        tu_order_dispose(TU_LIST_FIRST(&rma->transfers, tu_transfer_t, all_link));
     }
     tu_mapped_close(rma);
     tu_owner_close(rma);

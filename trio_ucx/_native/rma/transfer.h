@@ -54,6 +54,12 @@ typedef enum tu_transfer_state {
     TU_TRANSFER_OVER,          /* it has happened, or failed; UCX may still have the buffer */
 } tu_transfer_state_t;
 
+/* How a transfer is carried out. */
+typedef struct tu_way {
+    void (*begin)(tu_transfer_t *transfer);
+    void (*end)(tu_transfer_t *transfer); /* of one that has begun, and not happened: forgets it */
+} tu_way_t;
+
 struct tu_transfer {
     tu_worker_t *worker;
     tu_endpoint_t *endpoint;   /* NULL when it is in no endpoint's list */
@@ -73,6 +79,7 @@ struct tu_transfer {
     char *buffer;
     uint64_t length;
     int memory;
+    const tu_way_t *way;       /* of a flush and a WHOLE: NULL */
     char *local;               /* the memory's address in this process; NULL: by messages */
     uint64_t copied;
     ucs_status_t status;
@@ -119,11 +126,19 @@ static inline tu_transfers_t *tu_transfers_of(tu_endpoint_t *endpoint)
     return endpoint->extensions[TU_INDEX_rma];
 }
 
-/* transfer.c. Conclude: the owner has finished with a transfer; its `done` is called when UCX has finished with it,
- * too. Tell calls `done` now. */
+/* order.c. Enter adds a new transfer to its endpoint's list, leave takes it out, advance begins those that may begin.
+ * Conclude: the owner has finished with a transfer; its `done` is called when UCX has finished with it, too. Tell calls
+ * `done` now. Refused: the transfer of a scope that failed after its `done` was called; NULL: none. */
 void tu_transfer_conclude(tu_transfer_t *transfer, ucs_status_t status);
 void tu_transfer_tell(tu_transfer_t *transfer, ucs_status_t status);
 void tu_transfer_store_integer(char *to, uint64_t value, uint64_t length);
+tu_transfer_t *tu_order_first(const tu_transfers_t *transfers);
+tu_transfer_t *tu_order_allocate(tu_worker_t *worker, tu_transfer_kind_t kind, tu_transfer_done_t done, void *owner);
+tu_transfer_t *tu_order_enter(tu_endpoint_t *endpoint, tu_transfer_kind_t kind, tu_transfer_done_t done, void *owner);
+tu_transfer_t *tu_order_refused(tu_transfers_t *transfers, uint64_t scope);
+void tu_order_leave(tu_transfer_t *transfer);
+void tu_order_advance(tu_endpoint_t *endpoint);
+void tu_order_dispose(tu_transfer_t *transfer);
 
 /* mapped.c */
 #define TU_MAPPED_PIECE (1024 * 1024)
@@ -132,13 +147,11 @@ void tu_mapped_close(tu_rma_t *rma);
 void tu_mapped_copy(bool put, char *buffer, char *local, uint64_t length);
 void tu_mapped_store(char *to, const void *data, uint64_t length);
 uint64_t tu_mapped_atomic(const tu_atomic_terms_t *atomic, char *at, uint64_t length);
-void tu_mapped_begin(tu_transfer_t *transfer);
-void tu_mapped_end(tu_transfer_t *transfer);
+extern const tu_way_t tu_way_mapped;
 
-/* requester.c. Forget: an answer to this transfer is not taken any more. */
+/* requester.c */
+extern const tu_way_t tu_way_messages;
 void tu_requester_prepare(tu_transfer_t *transfer, const tu_access_path_t *path, uint64_t offset);
-void tu_requester_send(tu_transfer_t *transfer);
-void tu_requester_forget(tu_transfer_t *transfer);
 void tu_requester_answered(tu_rma_t *rma, const tu_remote_answer_t *answer, void *data, size_t length,
                            bool rendezvous);
 

@@ -1,0 +1,25 @@
+/* One progress of a worker: of UCX, and of what goes on with it. */
+#include "native.h"
+
+unsigned tu_worker_progress(tu_worker_t *worker)
+{
+    tu_gate_t *before = tu_gate_enter(worker->gate);
+    unsigned moved    = ucp_worker_progress(worker->worker);
+
+    tu_gate_leave(before);
+    worker->counts.progress_calls++;
+    if (worker->streams) {
+        tu_stream_collect(worker); /* now: a later progress may find that a peer has gone, and drop its data */
+    }
+    if (!tu_list_is_empty(&worker->hooks)) {
+        moved += tu_hooks_call(worker);
+    }
+    worker->moved += moved;
+    return moved;
+}
+
+/* Returns a number that grows by one with each fragment that progress has sent or received, at least. */
+uint64_t tu_worker_moved(const tu_worker_t *worker)
+{
+    return worker->moved;
+}
