@@ -258,7 +258,7 @@ def test_finds_each_kind() -> None:
         "open_worker",  # an async generator, which is one
         "Connection.send",
         "RequestChain.local",  # of a private base class
-        "WorkerAddress.from_bytes",  # a class method
+        "WorkerAddress.from_ucx",  # a class method
         "Memory.descriptor",  # a property that raises, in a function that it calls
         "live_handles",
         "UCXStream.receive",

@@ -70,6 +70,7 @@ class WorkerAddress:
         data: what ``bytes(address)`` gave.
 
     Raises:
+        TypeError: ``data`` is not bytes.
         ValueError: ``data`` is damaged, of another version, or something else. (UCX itself would crash.)
     """
 
@@ -101,16 +102,6 @@ class WorkerAddress:
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise TypeError(f"a worker address is made from bytes, not {type(data).__name__}")
         self.__attrs_init__(**_decode(bytes(data)))
-
-    @classmethod
-    def from_bytes(cls, data: bytes | bytearray | memoryview) -> WorkerAddress:
-        """Does the same as ``WorkerAddress(data)``.
-
-        Raises:
-            TypeError: ``data`` is not bytes.
-            ValueError: ``data`` is damaged, of another version, or something else. (UCX itself would crash.)
-        """
-        return cls(data)
 
     @classmethod
     def from_ucx(
