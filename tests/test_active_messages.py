@@ -129,7 +129,7 @@ async def test_automatic_rendezvous_begins_at_the_threshold(transports: str) -> 
 
 
 async def test_headers(worker: ucp.Worker) -> None:
-    longest = worker.max_am_header
+    longest = worker.attributes().max_am_header
     assert longest >= 1000
     async with open_raw_pair(worker) as (client, _):
         with worker.open_active_messages(3) as queue, trio.fail_after(20):

@@ -102,8 +102,8 @@ async def raw(sender: ucp.Endpoint, receiver: ucp.Worker, queue: ucp.ActiveMessa
 
     await exchange(lambda: sender.tag_send(data, TAG), lambda: receive(buffer), data)
     await exchange(lambda: sender.tag_send_sync(parts(data), TAG), lambda: receive(parts(buffer)), data)
-    header = pattern(min(size, 200, sender.worker.max_am_header), 3)
-    longest = pattern(sender.worker.max_am_header, 5)
+    max_header = sender.worker.attributes().max_am_header
+    header, longest = pattern(min(size, 200, max_header), 3), pattern(max_header, 5)
     for head, what, protocol in (
         (b"", data, ucp.SendProtocol.AUTO),
         (header, parts(data), ucp.SendProtocol.AUTO),

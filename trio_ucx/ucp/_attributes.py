@@ -68,7 +68,7 @@ class WorkerAttributes:
         name: the name that it was given, or UCX's own.
         client_id: the number that it tells the listeners it connects to; None: none.
         thread_mode: always SINGLE.
-        max_am_header: the longest header of an active message, in bytes.
+        max_am_header: the longest header of an active message, in bytes; UCX's option SEG_SIZE limits it, too.
         max_debug_string: the longest description of an operation, in bytes.
     """
 

@@ -17,7 +17,6 @@ from .._native import ffi, lib, ucx
 from ._attributes import ContextAttributes, check_name, native_name, query_context
 from ._features import DEFAULT_FEATURES, Feature
 from ._memory.buffers import Contiguous
-from ._memory.foreign import MemoryType
 from ._memory.registered import Access, Memory, allocate, register
 from ._quirks import descriptors, forks, option_limits, shared_memory
 from ._quirks import log as ucx_log
@@ -175,15 +174,6 @@ class Context(metaclass=OpenedNotConstructed):
         """
         with self._held() as native:
             return query_context(native)
-
-    @property
-    def memory_types(self) -> frozenset[MemoryType]:
-        """The kinds of memory that its workers can send from and receive into (``ucp_context_query``).
-
-        Raises:
-            RuntimeError: it was closed.
-        """
-        return self.attributes().memory_types
 
     def config_text(self) -> str:
         """Returns the configuration in force, in the format of ``ucx_info -c`` (``ucp_config_print``).

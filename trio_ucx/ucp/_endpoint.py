@@ -314,7 +314,8 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         Args:
             id: 0 to 65535.
             data: a contiguous buffer, or a list of them, which arrives as one.
-            header: goes with the message, and is there before its data. At most :attr:`Worker.max_am_header` bytes.
+            header: goes with the message, and is there before its data. At most ``max_am_header`` bytes of
+                :meth:`Worker.attributes`.
             reply: let the receiver know which endpoint it came by (``UCP_AM_SEND_FLAG_REPLY``).
             protocol: see :class:`SendProtocol`.
 

@@ -440,11 +440,6 @@ class Worker(metaclass=OpenedNotConstructed):
 
     # ---- active messages and streams ----
 
-    @property
-    def max_am_header(self) -> int:
-        """The longest header of an active message, in bytes (``ucp_worker_query``, and UCX's option SEG_SIZE)."""
-        return self._engine.identity.attributes.max_am_header
-
     @enable_ki_protection
     def open_active_messages(
         self,
