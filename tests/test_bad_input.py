@@ -491,7 +491,6 @@ async def test_features_that_the_context_lacks(feature: ucp.Feature) -> None:
             (ucp.Feature.STREAM, lambda: endpoint.stream_send(b"x")),
             (ucp.Feature.STREAM, lambda: endpoint.stream_receive(bytearray(1))),
             (ucp.Feature.STREAM, lambda: endpoint.stream_receive_some()),
-            (ucp.Feature.STREAM, lambda: worker.stream_ready()),
             (ucp.Feature.STREAM, lambda: worker.wait_stream_ready()),
             (ucp.Feature.TAG, lambda: endpoint.tag_send(b"x", 1)),
             (ucp.Feature.TAG, lambda: endpoint.tag_send_sync(b"x", 1)),

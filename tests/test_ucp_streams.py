@@ -157,7 +157,7 @@ async def test_exact_receive_that_was_cancelled_leaves_the_bytes(worker: ucp.Wor
                 await server.stream_receive(buffer, exact=True)
             assert scope.cancelled_caught
             assert_free(buffer)
-            assert worker.stream_ready() == [server]
+            assert await worker.wait_stream_ready() == [server]
             await client.stream_send(b"de")
             assert await server.stream_receive(buffer, exact=True) == 5
             assert buffer == b"abcde"
@@ -185,7 +185,7 @@ async def test_streams_of_a_worker_address(worker: ucp.Worker, transports: str) 
             await there.stream_send(b"early")
             await there.flush()
             await nothing_happens()
-            assert other.stream_ready() == []
+            await expect_none_ready(other)
             here = await other.open_endpoint(worker.address)
             buffer = bytearray(10)
             await there.stream_send(b" late")
@@ -200,16 +200,19 @@ async def test_streams_of_a_worker_address(worker: ucp.Worker, transports: str) 
 # ---- readiness ----
 
 
+async def expect_none_ready(worker: ucp.Worker) -> None:
+    with trio.move_on_after(0.02) as scope:
+        await worker.wait_stream_ready()
+    assert scope.cancelled_caught
+
+
 async def test_which_endpoints_are_ready(worker: ucp.Worker) -> None:
     async with (
         open_raw_pair(worker) as (client_1, server_1),
         open_raw_pair(worker) as (client_2, server_2),
     ):
-        assert worker.stream_ready() == []
         with trio.fail_after(20):
-            with trio.move_on_after(0.02) as scope:
-                await worker.wait_stream_ready()
-            assert scope.cancelled_caught
+            await expect_none_ready(worker)
             ready: list[list[ucp.Endpoint]] = []
 
             async def wait() -> None:
@@ -226,11 +229,11 @@ async def test_which_endpoints_are_ready(worker: ucp.Worker) -> None:
             await arrived(client_2, 3)
             assert set(await worker.wait_stream_ready()) == {server_1, client_2}
             (await server_1.stream_receive_some()).release()
-            assert worker.stream_ready() == [client_2]
+            assert await worker.wait_stream_ready() == [client_2]
             assert await client_2.stream_receive(bytearray(2)) == 2
-            assert worker.stream_ready() == [client_2]
+            assert await worker.wait_stream_ready() == [client_2]
             assert await client_2.stream_receive(bytearray(2)) == 1
-            assert worker.stream_ready() == []
+            await expect_none_ready(worker)
 
 
 async def test_waiting_for_readiness_ends_with_the_worker(transports: str) -> None:
@@ -351,7 +354,7 @@ async def test_worker_closed_with_unread_data(transports: str, read: int, monkey
     with pytest.raises(trio.ClosedResourceError):
         await server.stream_receive(bytearray(1))
     with pytest.raises(trio.ClosedResourceError):
-        worker.stream_ready()
+        await worker.wait_stream_ready()
 
 
 # ---- borrowed memory ----
@@ -613,8 +616,6 @@ async def test_without_the_feature(transports: str) -> None:
         ):
             with pytest.raises(RuntimeError, match=r"Feature\.STREAM"):
                 await function()
-        with pytest.raises(RuntimeError, match=r"Feature\.STREAM"):
-            worker.stream_ready()
         assert_free(buffer)
 
 

@@ -477,19 +477,6 @@ class Worker(metaclass=OpenedNotConstructed):
         """
         return open_queue(self._engine, id, max_messages, max_bytes, max_message_size, when_full)
 
-    @enable_ki_protection
-    def stream_ready(self) -> list[Endpoint]:
-        """Returns the endpoints whose UCP stream has unread data, without waiting (``ucp_stream_worker_poll``).
-
-        Raises:
-            RuntimeError: the context was opened without ``Feature.STREAM``.
-            trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
-        """
-        self._engine.check()
-        self._context._require(Feature.STREAM, "receiving from UCP streams")
-        self._engine.reap()
-        return self._with_stream_data()
-
     def _with_stream_data(self) -> list[Endpoint]:
         ready = [
             core.user_object()
@@ -500,7 +487,10 @@ class Worker(metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def wait_stream_ready(self) -> list[Endpoint]:
-        """Waits until some endpoint's UCP stream has unread data; returns all of which that is true.
+        """Waits until some endpoint's UCP stream has unread data (``ucp_stream_worker_poll``).
+
+        Returns:
+            All endpoints whose stream has unread data.
 
         Cancellation: nothing is lost.
 
@@ -509,7 +499,10 @@ class Worker(metaclass=OpenedNotConstructed):
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke, perhaps meanwhile.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
-        ready = self.stream_ready()
+        self._engine.check()
+        self._context._require(Feature.STREAM, "receiving from UCP streams")
+        self._engine.reap()
+        ready = self._with_stream_data()
         if ready:
             await trio.lowlevel.cancel_shielded_checkpoint()
             return ready
