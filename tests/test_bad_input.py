@@ -464,7 +464,7 @@ async def test_context_options() -> None:
             async with ucp.open_worker(context=context, config={"TLS": "tcp"}):
                 pass
     with pytest.raises(RuntimeError, match="closed"):
-        context.config_text()
+        context.info_text()
     with ucp.open_context({"TLS": "tcp"}, features=ucp.Feature.AM) as context:
         async with ucp.open_worker(context=context) as worker:
             with pytest.raises(ValueError, match="the feature TAG"):

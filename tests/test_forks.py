@@ -187,7 +187,7 @@ async def test_what_a_child_inherits(transports: str) -> None:
                 "register": lambda: worker.context.register(bytearray(10)),
                 "allocate": lambda: worker.context.allocate(10),
                 "rkey": lambda: memory.memoryview,
-                "config_text": worker.context.config_text,
+                "info_text": worker.context.info_text,
             }
             answers = {name: refusal(use) for name, use in uses.items()}
             with warnings.catch_warnings():

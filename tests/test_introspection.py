@@ -310,7 +310,7 @@ def test_keepalive_interval_as_options() -> None:
     with ucp.open_context(keepalive_interval=2.5) as context:
         assert context.config["KEEPALIVE_INTERVAL"] == "2.500000s"
         assert context.config["KEEPALIVE_NUM_EPS"] == "inf"
-        in_force = dict(line.partition("=")[::2] for line in context.config_text().splitlines())
+        in_force = dict(line.partition("=")[::2] for line in context._config_text().splitlines())
         match = re.fullmatch(r"([\d.]+)(us|ms|s)", in_force["UCX_KEEPALIVE_INTERVAL"])
         assert match is not None
         assert float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1}[match[2]] == pytest.approx(2.5)

@@ -158,7 +158,7 @@ def effective_config(context: Context) -> tuple[dict[str, str], dict[str, str]]:
     unchanged.
     """
     config = {}
-    for line in context.config_text().splitlines():
+    for line in context._config_text().splitlines():
         name, equals, value = line.partition("=")
         if equals and not line.startswith("#"):
             config[name.removeprefix("UCX_")] = value

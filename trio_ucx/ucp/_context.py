@@ -175,15 +175,6 @@ class Context(metaclass=OpenedNotConstructed):
         with self._held() as native:
             return query_context(native)
 
-    def config_text(self) -> str:
-        """Returns the configuration in force, in the format of ``ucx_info -c`` (``ucp_config_print``).
-
-        Raises:
-            RuntimeError: it was closed.
-        """
-        with self._held() as native:
-            return _take_text(lib.tu_context_config_text(native))
-
     def info_text(self) -> str:
         """Returns the resources in use, in the format of ``ucx_info -p`` (``ucp_context_print_info``).
 
@@ -192,6 +183,11 @@ class Context(metaclass=OpenedNotConstructed):
         """
         with self._held() as native:
             return _take_text(lib.tu_context_info_text(native))
+
+    def _config_text(self) -> str:
+        """The configuration in force, in the format of ``ucx_info -c`` (``ucp_config_print``)."""
+        with self._held() as native:
+            return _take_text(lib.tu_context_config_text(native))
 
     def _check_evaluation(self) -> None:
         """Refuses to ask UCX for estimates where it would read past its table of interfaces (ucp_ep_evaluate_perf)."""
@@ -445,7 +441,7 @@ def _refused_option(name: str, value: str) -> OptionError:
 
 def _known_options() -> list[str]:
     with open_context(features=Feature.TAG) as context:
-        lines = context.config_text().splitlines()
+        lines = context._config_text().splitlines()
     return [line.partition("=")[0].removeprefix("UCX_") for line in lines if line.startswith("UCX_")]
 
 
