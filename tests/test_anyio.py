@@ -19,13 +19,13 @@ from helpers import Certificates, pattern
 import trio_ucx
 from trio_ucx import mesh, testing, ucp
 from trio_ucx.anyio import UCXListener, UCXStream
-from trio_ucx.testing import open_pair_over_listener
+from trio_ucx.testing import open_connection_pair
 
 
 async def test_streams(worker: ucp.Worker) -> None:
     data = pattern(500_000)
     async with (
-        open_pair_over_listener(worker=worker) as pair,
+        open_connection_pair(host="127.0.0.1", worker=worker) as pair,
         UCXStream(pair[0]) as client,
         UCXStream(pair[1]) as server,
     ):
@@ -49,7 +49,7 @@ async def test_streams(worker: ucp.Worker) -> None:
 
 
 async def test_errors_are_anyio_s(worker: ucp.Worker) -> None:
-    async with open_pair_over_listener(worker=worker) as pair:
+    async with open_connection_pair(host="127.0.0.1", worker=worker) as pair:
         client, server = map(UCXStream, pair)
         async with anyio.create_task_group() as group:
 
@@ -115,8 +115,7 @@ async def test_unix_addresses(worker: ucp.Worker, tmp_path: Path) -> None:
         lambda: trio_ucx.serve_ucx(lambda _: trio.sleep(0), 0),
         lambda: ucp.open_worker().__aenter__(),
         lambda: mesh.join(rank=0, size=1, meeting="127.0.0.1:0").__aenter__(),
-        lambda: testing.open_connection_pair().__aenter__(),
-        lambda: testing.open_pair_over_listener().__aenter__(),
+        lambda: open_connection_pair().__aenter__(),
         lambda: testing.open_clogged_pair().__aenter__(),
         lambda: testing.open_peer_process(trio.sleep).__aenter__(),
     ],

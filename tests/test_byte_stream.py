@@ -17,7 +17,7 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._link import sending
 from trio_ucx._link.buffers import ReadBuffer
-from trio_ucx.testing import open_clogged_pair, open_connection_pair, open_pair_over_listener
+from trio_ucx.testing import open_clogged_pair, open_connection_pair
 
 
 async def test_bytes_arrive_in_order_beside_messages(worker: ucp.Worker) -> None:
@@ -128,6 +128,7 @@ async def test_one_task_at_a_time(worker: ucp.Worker) -> None:
 
 
 Maker = Callable[[], Awaitable[tuple[trio_ucx.Connection, trio_ucx.Connection]]]
+open_over_tcp = partial(open_connection_pair, host="127.0.0.1")
 
 
 @asynccontextmanager
@@ -143,7 +144,7 @@ async def stream_makers(worker: ucp.Worker, *open_pairs: Any) -> AsyncIterator[l
 @pytest.mark.sample(1)
 async def test_trio_s_checks_of_a_half_closeable_stream(worker: ucp.Worker, rounds: Rounds) -> None:
     for _ in range(rounds(5, 20)):  # in a row, without a failure
-        async with stream_makers(worker, open_pair_over_listener, open_clogged_pair) as makers:
+        async with stream_makers(worker, open_over_tcp, open_clogged_pair) as makers:
             await trio.testing.check_half_closeable_stream(*makers)
 
 
@@ -161,7 +162,7 @@ async def test_trio_s_checks_under_tls(worker: ucp.Worker, certificates: Certifi
         )
 
     for _ in range(rounds(5, 20)):
-        async with stream_makers(worker, open_pair_over_listener) as [open_pair]:
+        async with stream_makers(worker, open_over_tcp) as [open_pair]:
             await trio.testing.check_two_way_stream(maker, None)
 
 
@@ -220,7 +221,7 @@ async def test_any_interleaving_delivers_a_prefix(worker: ucp.Worker, seed: int)
                 return "end"
             got += part or b""
 
-    async with open_pair_over_listener(worker=worker, window=window, close_timeout=20) as (client, server):
+    async with open_over_tcp(worker=worker, window=window, close_timeout=20) as (client, server):
         ends: dict[trio_ucx.Connection, str] = {}
         gots: dict[trio_ucx.Connection, bytearray] = {client: bytearray(), server: bytearray()}
         written: dict[trio_ucx.Connection, list[tuple[int, bool]]] = {client: [], server: []}

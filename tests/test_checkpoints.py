@@ -25,7 +25,7 @@ import trio_ucx
 import trio_ucx.anyio
 from trio_ucx import testing, ucp
 from trio_ucx._native import ucx
-from trio_ucx.testing import open_pair_over_listener
+from trio_ucx.testing import open_connection_pair
 from trio_ucx.ucp import chains
 
 assert_checkpoints = trio.testing.assert_checkpoints
@@ -97,7 +97,7 @@ class Stage:
 @asynccontextmanager
 async def set_stage(worker: ucp.Worker) -> AsyncIterator[Stage]:
     async with AsyncExitStack() as stack:
-        client, server = await stack.enter_async_context(open_pair_over_listener(worker=worker))
+        client, server = await stack.enter_async_context(open_connection_pair(host="127.0.0.1", worker=worker))
         raw_client, raw_server = await stack.enter_async_context(open_raw_pair(worker))
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
         stack.push_async_callback(listener.aclose)
@@ -187,9 +187,9 @@ async def use_serve_ucx(stage: Stage) -> None:
             await trio_ucx.serve_ucx(lambda _: trio.sleep(0), 0, host="127.0.0.1", worker=stage.worker)
 
 
-@calls("open_connection_pair", "open_pair_over_listener", "open_clogged_pair")
+@calls("open_connection_pair", "open_clogged_pair")
 async def use_open_connection_pair(stage: Stage) -> None:
-    for open_pair in (testing.open_connection_pair, testing.open_pair_over_listener, testing.open_clogged_pair):
+    for open_pair in (open_connection_pair, partial(open_connection_pair, host="127.0.0.1"), testing.open_clogged_pair):
         await enter_and_exit(partial(open_pair, worker=stage.worker))
 
 
@@ -455,7 +455,7 @@ async def use_connection_receive_some(stage: Stage) -> None:
 @calls("Connection.aclose", "Connection.__aenter__", "Connection.__aexit__")
 async def use_connection_aclose(stage: Stage) -> None:
     for close in ("aclose", "normal", "broken"):
-        async with open_pair_over_listener(worker=stage.worker) as (client, server):
+        async with open_connection_pair(host="127.0.0.1", worker=stage.worker) as (client, server):
             if close == "aclose":
                 for _ in range(2):
                     with assert_checkpoints():

@@ -159,7 +159,7 @@ EXCHANGE = """
 import trio, trio_ucx.testing
 from trio_ucx import ucp
 async def main():
-    async with trio_ucx.testing.open_pair_over_listener() as (a, b), trio.open_nursery() as nursery:
+    async with trio_ucx.testing.open_connection_pair(host="127.0.0.1") as (a, b), trio.open_nursery() as nursery:
         nursery.start_soon(a.send, bytes(300_000))
         assert len(await b.receive()) == 300_000
 trio.run(main)

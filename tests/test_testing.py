@@ -15,9 +15,10 @@ from helpers import open_pair, pattern
 
 import trio_ucx
 from trio_ucx import testing, ucp
-from trio_ucx.testing import Faults, open_connection_pair, open_pair_over_listener, open_peer_process
+from trio_ucx.testing import Faults, open_connection_pair, open_peer_process
 
-PAIRS = [open_connection_pair, open_pair_over_listener, testing.open_clogged_pair]
+open_over_tcp = partial(open_connection_pair, host="127.0.0.1")
+PAIRS = [open_connection_pair, open_over_tcp, testing.open_clogged_pair]
 OpenPair = Callable[..., AbstractAsyncContextManager[Any]]
 SIZES = [0, 10, 5000, 100_000, 3 * 2**20]
 
@@ -89,7 +90,7 @@ async def test_bytes_are_dropped_after_so_many(worker: ucp.Worker) -> None:
 
 
 async def test_nothing_gets_through_any_more(worker: ucp.Worker) -> None:
-    async with open_pair_over_listener(worker=worker) as (client, server):
+    async with open_over_tcp(worker=worker) as (client, server):
         Faults(server).drop_after(0)
         with trio.fail_after(20), trio.move_on_after(0.2) as waited:
             await client.ping()
@@ -118,7 +119,7 @@ async def test_delay(worker: ucp.Worker, size: int) -> None:
 
 
 async def test_a_delayed_byte_stream(worker: ucp.Worker) -> None:
-    async with open_pair_over_listener(worker=worker) as (client, server):
+    async with open_over_tcp(worker=worker) as (client, server):
         with trio.fail_after(30):
             for connection in (client, server):
                 Faults(connection).delay(0.02)
@@ -264,7 +265,7 @@ async def exchange(transports: str, open_pair: OpenPair, sizes: list[int]) -> No
             assert trio.current_time() == began + 3600
 
 
-@pytest.mark.parametrize("open_pair", [open_connection_pair, open_pair_over_listener])
+@pytest.mark.parametrize("open_pair", [open_connection_pair, open_over_tcp])
 async def test_autojump_is_exact_for_short_messages(
     transports: str, autojump_clock: trio.testing.MockClock, open_pair: OpenPair
 ) -> None:
@@ -277,7 +278,7 @@ def patient_clock() -> trio.testing.MockClock:
     return trio.testing.MockClock(autojump_threshold=0.01)
 
 
-@pytest.mark.parametrize("open_pair", [open_connection_pair, open_pair_over_listener])
+@pytest.mark.parametrize("open_pair", [open_connection_pair, open_over_tcp])
 async def test_autojump_with_a_threshold_is_exact_for_all(
     transports: str, patient_clock: trio.testing.MockClock, open_pair: OpenPair
 ) -> None:

@@ -44,8 +44,8 @@ async def check_echo(one: trio_ucx.Connection, other: trio_ucx.Connection) -> No
 
 async def pairs() -> None:
     """All of ``trio_ucx.testing`` that opens connections."""
-    for open_pair in (testing.open_connection_pair, testing.open_pair_over_listener):
-        async with open_pair() as (one, other):
+    for host in (None, "127.0.0.1"):
+        async with testing.open_connection_pair(host=host) as (one, other):
             await check_echo(one, other)
     async with testing.open_clogged_pair() as (one, other):
         assert not one.closed and not other.closed

@@ -9,7 +9,7 @@ from ..ucp._util import publish as _publish
 from ._faults import Faults
 from ._handles import assert_no_live_handles, live_handles
 from ._introspection import internals  # noqa: F401  # for tests of trio_ucx itself, not public
-from ._pairs import open_clogged_pair, open_connection_pair, open_pair_over_listener
+from ._pairs import open_clogged_pair, open_connection_pair
 from ._peer_process import PeerFaults, open_peer_process
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "live_handles",
     "open_clogged_pair",
     "open_connection_pair",
-    "open_pair_over_listener",
     "open_peer_process",
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from typing import Unpack
 
 import trio
@@ -22,13 +22,14 @@ Pair = tuple[Connection, Connection]
 
 @protected_asynccontextmanager
 async def open_connection_pair(
-    *, worker: Worker | None = None, **options: Unpack[ConnectionOptions]
+    *, host: str | None = None, worker: Worker | None = None, **options: Unpack[ConnectionOptions]
 ) -> AsyncIterator[Pair]:
-    """Connects two Connections with each other, over a Unix socket that only this process can find.
+    """Connects two Connections with each other, over a Unix socket that only this process can find, or over TCP.
 
     An async context manager, which gives (client, server). Leaving the block aborts those that are still open.
 
     Args:
+        host: an address of this machine to listen at, over TCP, on a free port; by default, a Unix socket is used.
         worker: the worker of both; by default the run's shared worker.
         options: options of both: those that :func:`trio_ucx.connect` and :func:`trio_ucx.open_ucx_listeners` share.
 
@@ -36,42 +37,35 @@ async def open_connection_pair(
 
     Raises: as :func:`trio_ucx.connect`.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        async with _open(f"unix:{folder}/socket", worker, options) as pair:
-            yield pair
-
-
-@protected_asynccontextmanager
-async def open_pair_over_listener(
-    host: str = "127.0.0.1", *, worker: Worker | None = None, **options: Unpack[ConnectionOptions]
-) -> AsyncIterator[Pair]:
-    """Connects two Connections with each other over TCP, as a client and a server would.
-
-    Args:
-        host: an address of this machine to listen at; the port is a free one.
-        worker, options: as for :func:`open_connection_pair`, which also says what the context manager gives and does.
-
-    Cancellation: as :func:`open_connection_pair`.
-
-    Raises: as :func:`trio_ucx.connect`.
-    """
-    async with _open(host, worker, options) as pair:
-        yield pair
+    with ExitStack() as stack:
+        if host is None:
+            host = f"unix:{stack.enter_context(tempfile.TemporaryDirectory())}/socket"
+        [listener] = await open_ucx_listeners(0, host=host, worker=worker, **options)
+        async with listener:
+            client = await connect(listener.address, worker=worker, **options).__aenter__()
+            stack.callback(client.abort)
+            server = await listener.accept()
+            stack.callback(server.abort)
+        yield client, server
+    await trio.lowlevel.checkpoint()
 
 
 @protected_asynccontextmanager
 async def open_clogged_pair(
     *, worker: Worker | None = None, **options: Unpack[ConnectionOptions]
 ) -> AsyncIterator[Pair]:
-    """Does the same as :func:`open_pair_over_listener`, and fills the byte stream in both directions.
+    """Connects two Connections with each other, and fills the byte stream in both directions.
 
     ``send_all`` waits until the other end has read: a ``clogged_stream_maker`` for ``trio.testing``.
+
+    Args:
+        worker, options: as for :func:`open_connection_pair`, which also says what the context manager gives and does.
 
     Cancellation: as :func:`open_connection_pair`.
 
     Raises: as :func:`trio_ucx.connect`.
     """
-    async with open_pair_over_listener(worker=worker, **options) as pair:
+    async with open_connection_pair(worker=worker, **options) as pair:
         for connection in pair:
             for size in (2048, 1):
                 try:
@@ -80,16 +74,3 @@ async def open_clogged_pair(
                 except trio.WouldBlock:
                     pass
         yield pair
-
-
-@asynccontextmanager
-async def _open(host: str, worker: Worker | None, options: ConnectionOptions) -> AsyncIterator[Pair]:
-    [listener] = await open_ucx_listeners(0, host=host, worker=worker, **options)
-    with ExitStack() as stack:
-        async with listener:
-            client = await connect(listener.address, worker=worker, **options).__aenter__()
-            stack.callback(client.abort)
-            server = await listener.accept()
-            stack.callback(server.abort)
-        yield client, server
-    await trio.lowlevel.checkpoint()
