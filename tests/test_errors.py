@@ -29,12 +29,24 @@ def test_every_status_has_an_exception(status: ucp.Status) -> None:
         assert isinstance(error, MemoryError)
     else:
         assert isinstance(native, ucp.UCXError) and native.status is status
-        assert isinstance(error, trio.BrokenResourceError) == (status in _status._BROKEN)
+        assert isinstance(error, trio.BrokenResourceError) == (status in _status._BROKEN or -89 <= status <= -40)
     assert "doing something" in str(error)
     set_up = _status.os_error_from_status(status, "connecting", " (a hint)")
     assert set_up.errno == _status._ERRNO.get(status, errno.EIO)
     assert str(set_up) == f"[Errno {set_up.errno}] {set_up.__cause__} (a hint)"
     assert isinstance(set_up.__cause__, ucp.UCXError) and set_up.__cause__.status is status
+
+
+@pytest.mark.parametrize("status", range(-90, -38))
+def test_failures_of_links_and_endpoints_are_ranges(status: int) -> None:
+    """From -40 to -59 and from -60 to -89. UCX has a name for one of these statuses."""
+    error = _status.error_from_status(status, "doing something")
+    assert isinstance(error, trio.BrokenResourceError) == (-89 <= status <= -40)
+    native = error.__cause__ or error
+    assert isinstance(native, ucp.UCXError) and f", {status})" in str(error)
+    assert native.status is (ucp.Status.ENDPOINT_TIMEOUT if status == -80 else ucp.Status.UNKNOWN)
+    set_up = _status.os_error_from_status(status, "connecting")
+    assert set_up.errno == (errno.ETIMEDOUT if status == -80 else errno.EIO)
 
 
 def test_without_a_hint_the_errno_is_explained() -> None:

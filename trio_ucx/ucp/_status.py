@@ -43,11 +43,7 @@ class Status(enum.IntEnum):
     REJECTED = -23
     NOT_CONNECTED = -24
     CONNECTION_RESET = -25
-    FIRST_LINK_FAILURE = -40
-    LAST_LINK_FAILURE = -59
-    FIRST_ENDPOINT_FAILURE = -60
     ENDPOINT_TIMEOUT = -80
-    LAST_ENDPOINT_FAILURE = -89
     UNKNOWN = -100
 
     @classmethod
@@ -118,8 +114,8 @@ def read_sized(call: Callable[[Any, Any], int], doing: str) -> bytes:
             return bytes(ffi.buffer(out, size[0]))
 
 
-#: The connection is gone: BrokenResourceError. Everything that is not here, nor a Python exception below, stays a
-#: UCXError.
+#: The connection is gone: BrokenResourceError. Everything that is neither here, nor in the ranges, nor a Python
+#: exception below, stays a UCXError.
 _BROKEN = frozenset(
     {
         Status.IO_ERROR,
@@ -131,14 +127,11 @@ _BROKEN = frozenset(
         Status.REJECTED,
         Status.NOT_CONNECTED,
         Status.CONNECTION_RESET,
-        Status.FIRST_LINK_FAILURE,
-        Status.LAST_LINK_FAILURE,
-        Status.FIRST_ENDPOINT_FAILURE,
-        Status.ENDPOINT_TIMEOUT,
-        Status.LAST_ENDPOINT_FAILURE,
         Status.SHMEM_SEGMENT,  # the peer's worker has given back its shared memory
     }
 )
+#: UCX's failures of links and of endpoints: BrokenResourceError, too, with a name or without.
+_LINK_FAILURES, _ENDPOINT_FAILURES = range(-59, -39), range(-89, -59)
 
 #: Setting up a connection or a listener: OSError with this errno.
 _ERRNO = {
@@ -164,7 +157,7 @@ def error_from_status(status: int, doing: str, origin: Origin | None = None, hin
     native = UCXError(status, doing, hint)
     if native.status is Status.NO_MEMORY:
         return MemoryError(str(native))
-    if native.status in _BROKEN:
+    if native.status in _BROKEN or status in _LINK_FAILURES or status in _ENDPOINT_FAILURES:
         return broken(str(native), native, origin)
     return native
 
