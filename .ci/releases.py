@@ -280,7 +280,7 @@ def lanes(connection: trio_ucx.Connection) -> str:
 
     try:
         return "+".join(sorted({transport.name for transport in connection.endpoint.transports}))
-    except trio_ucx.ucp.UCXError:
+    except trio_ucx.UCXError:
         return ""
 
 

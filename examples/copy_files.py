@@ -56,7 +56,7 @@ class CopyError(Exception):
 
 
 #: What may go wrong without a bug in this program.
-EXPECTED = CopyError, OSError, trio.BrokenResourceError, trio.EndOfChannel, trio.TooSlowError, trio_ucx.ucp.UCXError
+EXPECTED = CopyError, OSError, trio.BrokenResourceError, trio.EndOfChannel, trio.TooSlowError, trio_ucx.UCXError
 
 
 @attrs.frozen
@@ -110,7 +110,7 @@ async def converse(connection: trio_ucx.Connection, title: str, work: Callable[[
             nursery.start_soon(heed_complaints, connection)
             try:
                 await work(Transfer(connection, progress, progress.add_task(title, total=None), watchdog))
-            except* (CopyError, OSError, trio_ucx.ucp.UCXError) as group:
+            except* (CopyError, OSError, trio_ucx.UCXError) as group:
                 with suppress(trio.BrokenResourceError):
                     await connection.send(explain(group).encode(errors="replace")[:LONGEST_ENTRY], tag=COMPLAINTS)
                     await connection.aclose()  # delivers it, which leaving the connection by an exception would not

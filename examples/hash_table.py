@@ -340,7 +340,7 @@ def main() -> int:
         trio.BrokenResourceError,
         trio.EndOfChannel,
         chains.DependencyError,
-        ucp.UCXError,
+        trio_ucx.UCXError,
     ) as group:
         print(f"hash_table: {explain(group)}", file=sys.stderr)
         status = 1

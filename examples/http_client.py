@@ -43,7 +43,7 @@ class Failed(Exception):
 
 
 #: What may go wrong without a bug in this program.
-EXPECTED = Failed, OSError, h11.ProtocolError, trio.BrokenResourceError, trio.TooSlowError, trio_ucx.ucp.UCXError
+EXPECTED = Failed, OSError, h11.ProtocolError, trio.BrokenResourceError, trio.TooSlowError, trio_ucx.UCXError
 
 
 @attrs.define(eq=False)

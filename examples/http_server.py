@@ -268,7 +268,7 @@ def main() -> int:
         trio.run(run, options)
     except* KeyboardInterrupt:
         status = 130
-    except* (OSError, trio_ucx.ucp.UCXError) as group:
+    except* (OSError, trio_ucx.UCXError) as group:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]

@@ -69,7 +69,7 @@ class ProtocolError(Exception):
 
 
 GONE = trio.EndOfChannel, trio.BrokenResourceError
-REFUSED = ProtocolError, trio_ucx.ucp.UCXError  # the latter for messages that are too long
+REFUSED = ProtocolError, trio_ucx.UCXError  # the latter for messages that are too long
 
 Method = Callable[..., Awaitable[Any]]
 
@@ -365,7 +365,7 @@ def main() -> int:
         trio.run(run, work)
     except* KeyboardInterrupt:
         status = 130
-    except* (RpcError, OSError, trio.BrokenResourceError, trio_ucx.ucp.UCXError) as group:
+    except* (RpcError, OSError, trio.BrokenResourceError, trio_ucx.UCXError) as group:
         print(f"rpc: {explain(group)}", file=sys.stderr)
         status = 1
     return status

@@ -189,7 +189,7 @@ class Pool:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._take_answers, post)
                 await self._give_tasks(post)
-        except* (trio.BrokenResourceError, trio_ucx.ucp.UCXError, PoolError):
+        except* (trio.BrokenResourceError, trio_ucx.UCXError, PoolError):
             died = True
         except* trio.EndOfChannel:
             died = False  # it closed gracefully; for that reason sends failed
@@ -409,7 +409,7 @@ def main() -> int:
         trio.run(run, job)
     except* KeyboardInterrupt:
         status = 130
-    except* (PoolError, OSError, trio.BrokenResourceError, trio.EndOfChannel, trio_ucx.ucp.UCXError) as group:
+    except* (PoolError, OSError, trio.BrokenResourceError, trio.EndOfChannel, trio_ucx.UCXError) as group:
         if status == 0:  # else it was interrupted, and that its connections broke needs no words
             print(f"worker_pool: {explain(group)}", file=sys.stderr)
             status = 1

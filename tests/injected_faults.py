@@ -53,7 +53,7 @@ def break_worker(worker: ucp.Worker) -> None:
 
 def break_connection(connection: trio_ucx.Connection) -> None:
     """UCX reports that the endpoint of a connection has failed."""
-    internals(connection).share.fail(ucp.UCXError(-25, "pretended"))
+    internals(connection).share.fail(trio_ucx.UCXError(-25, "pretended"))
 
 
 def break_deliveries(connection: trio_ucx.Connection, monkeypatch: pytest.MonkeyPatch) -> None:

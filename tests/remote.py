@@ -97,7 +97,7 @@ async def expect_broken(function: Any, *args: object) -> None:
     with pytest.raises(trio.BrokenResourceError) as caught:
         while True:
             await function(*args)
-    assert isinstance(caught.value.__cause__, ucp.UCXError)
+    assert isinstance(caught.value.__cause__, trio_ucx.UCXError)
 
 
 async def has_begun(worker: ucp.Worker, operations: int = 1) -> None:

@@ -29,7 +29,7 @@ from trio_ucx._life import Loss
 from trio_ucx._link import Link, Options, Transport, closing, sending
 from trio_ucx._native import ffi, lib
 from trio_ucx._tag_queue import State, Want
-from trio_ucx.ucp import MessageTooLong, Status, UCXError
+from trio_ucx.ucp import Status
 from trio_ucx.ucp._engine.dispatch import deliver, deliver_failures
 from trio_ucx.ucp._engine.ending import CloseState
 from trio_ucx.ucp._engine.endpoint_core import EndpointCore
@@ -207,7 +207,7 @@ class SimulatedShare(Share):
     def _cancel(self, operations: list[Operation]) -> None:
         pass  # nothing waits here before UCX
 
-    def fail(self, error: UCXError, *, reusable: bool = False) -> None:
+    def fail(self, error: trio_ucx.UCXError, *, reusable: bool = False) -> None:
         assert self.engine.peer_is_hostile or error.status != Status.INVALID_PARAM, f"nobody misbehaves here: {error}"
         if not self.gone:
             self.endpoint.transport.wire.clear()  # the peer has gone, too
@@ -576,7 +576,7 @@ class Side:
             except (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError):
                 self.ended_tags.add(receiver.tag)
                 continue
-            except MessageTooLong:
+            except trio_ucx.MessageTooLong:
                 self.received[receiver.tag].append(None)
                 continue
             except MemoryError:

@@ -29,6 +29,7 @@ from injected_faults import close_context, close_worker, record_workers_left_alo
 from refused_memory import few_allocations
 from timing import cancelled_after
 
+import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals, live_handles
 from trio_ucx.ucp._engine import engine as _engine
@@ -432,7 +433,7 @@ async def test_refuse(worker: ucp.Worker, when_full: ucp.WhenFull) -> None:
             await full_queue(client, queue)
             for size in (0, 10, 100_000):
                 buffer = bytearray(size)
-                with pytest.raises(ucp.UCXError, match="the receiver refused it, its queue is full") as caught:
+                with pytest.raises(trio_ucx.UCXError, match="the receiver refused it, its queue is full") as caught:
                     await client.am_send(3, buffer, protocol=RENDEZVOUS)
                 assert caught.value.status is ucp.Status.NO_RESOURCE
                 assert_free(buffer)
@@ -457,7 +458,7 @@ async def test_cut_closes_the_endpoint_that_it_came_by(worker: ucp.Worker) -> No
             await until(lambda: not server.alive)
             with pytest.raises(trio.BrokenResourceError) as caught:
                 await server.tag_send(b"x", 1)
-            assert isinstance(caught.value.__cause__, ucp.UCXError)
+            assert isinstance(caught.value.__cause__, trio_ucx.UCXError)
             assert caught.value.__cause__.status is ucp.Status.EXCEEDS_LIMIT
             await until(lambda: not client.alive)
             assert other.alive and other_server.alive
@@ -495,7 +496,7 @@ async def test_no_queue_at_all(worker: ucp.Worker) -> None:
         with trio.fail_after(20):
             for _ in range(2):
                 await client.am_send(3, b"eager")
-                with pytest.raises(ucp.UCXError, match="nobody there has opened its id"):
+                with pytest.raises(trio_ucx.UCXError, match="nobody there has opened its id"):
                     await client.am_send(3, b"rendezvous", protocol=RENDEZVOUS)
                 with worker.open_active_messages(3) as queue:
                     assert await (await exchange(client, queue, b"heard")).receive() == b"heard"
@@ -970,10 +971,10 @@ async def test_wrong_arguments(worker: ucp.Worker) -> None:
                     for target, kind, match in (
                         (
                             bytearray(4999),
-                            ucp.MessageTooLong,
+                            trio_ucx.MessageTooLong,
                             "5000 bytes .* buffer of 4999; it stays",
                         ),
-                        ([bytearray(4000), bytearray(999)], ucp.MessageTooLong, "of 4999; it stays"),
+                        ([bytearray(4000), bytearray(999)], trio_ucx.MessageTooLong, "of 4999; it stays"),
                         (bytes(5000), TypeError, "read-only"),
                         (None, TypeError, "cannot receive into"),
                         (np.zeros(10_000, np.uint8)[::2], ValueError, "non-contiguous"),
@@ -1011,7 +1012,7 @@ async def test_max_message_size(worker: ucp.Worker) -> None:
                         if size == 1000:
                             assert await message.receive() == bytes(1000)
                         else:
-                            with pytest.raises(ucp.MessageTooLong, match="max_message_size of 1000") as caught:
+                            with pytest.raises(trio_ucx.MessageTooLong, match="max_message_size of 1000") as caught:
                                 await message.receive()
                             assert (caught.value.length, caught.value.limit) == (1001, 1000)
                             assert await message.receive_into(bytearray(1001)) == 1001
@@ -1124,7 +1125,7 @@ async def test_random_programs(worker: ucp.Worker) -> None:
                                 await endpoint.am_send(
                                     rng.randrange(4), pattern(size, size), protocol=rng.choice([*ucp.SendProtocol])
                                 )
-                            except ucp.UCXError:
+                            except trio_ucx.UCXError:
                                 pass
                         await trio.lowlevel.checkpoint()
 

@@ -66,7 +66,7 @@ async def test_errors_are_anyio_s(worker: ucp.Worker) -> None:
             await client.send(b"x")
         with anyio.fail_after(15), pytest.raises(anyio.BrokenResourceError) as caught:
             await server.receive()
-        assert isinstance(caught.value.__cause__, ucp.UCXError)
+        assert isinstance(caught.value.__cause__, trio_ucx.UCXError)
 
 
 async def test_listener_under_tls(worker: ucp.Worker, certificates: Certificates) -> None:

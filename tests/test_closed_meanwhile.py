@@ -89,7 +89,7 @@ async def test_connecting_while_the_worker_closes(
 async def test_flush_of_an_endpoint_whose_messages_break_it(
     worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = ucp.UCXError(ucp.Status.CONNECTION_RESET, "as if the peer had gone")
+    lost = trio_ucx.UCXError(ucp.Status.CONNECTION_RESET, "as if the peer had gone")
     async with open_pair(worker) as (client, _):
         core = internals(client.endpoint)
         monkeypatch.setattr(type(core.engine.batches), "send_all", lambda _: core.fail(lost))

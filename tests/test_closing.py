@@ -348,7 +348,7 @@ async def test_force_returns_at_once_and_tells_the_peer(worker: ucp.Worker, tran
                 client.abort()
             with trio.fail_after(15), pytest.raises(trio.BrokenResourceError) as caught:
                 await server.receive(tag=99)
-            assert isinstance(caught.value.__cause__, ucp.UCXError)
+            assert isinstance(caught.value.__cause__, trio_ucx.UCXError)
             with pytest.raises(trio.BrokenResourceError):
                 await server.receive(tag=99)
 
@@ -845,7 +845,7 @@ from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.endpoint_core import WRITING_TIME
 
 warnings.simplefilter("ignore")
-LOST = trio.BrokenResourceError, trio.ClosedResourceError, ucp.UCXError
+LOST = trio.BrokenResourceError, trio.ClosedResourceError, trio_ucx.UCXError
 
 async def quiet(function, *arguments):
     try:

@@ -230,10 +230,10 @@ async def test_truncation(worker: ucp.Worker, size: int, early: bool) -> None:
     async with open_raw_pair(worker) as (client, _):
         for view in (VIEWS["column"](size - 1, 1), VIEWS["backwards"](size - 1, 1), VIEWS["column"](0, 0)):
             before = memory_of(view).copy()
-            with pytest.raises(ucp.UCXError, match=f"longer than the buffer of {view.nbytes}") as info:
+            with pytest.raises(trio_ucx.UCXError, match=f"longer than the buffer of {view.nbytes}") as info:
                 try:
                     await transfer(client, worker, pattern(size), Strided(view), early)
-                except* ucp.UCXError as group:
+                except* trio_ucx.UCXError as group:
                     error = group.exceptions[0]
                 raise error
             assert info.value.status == Status.MESSAGE_TRUNCATED
@@ -360,7 +360,7 @@ async def test_connection_refuses(worker: ucp.Worker) -> None:
         before = elements(memory_of(view))
         for size in (11, 100_000):
             client.send_nowait(pattern(size))
-            with trio.fail_after(15), pytest.raises(ucp.MessageTooLong, match="the buffer has 10"):
+            with trio.fail_after(15), pytest.raises(trio_ucx.MessageTooLong, match="the buffer has 10"):
                 await server.receive_into(Strided(view))
         assert elements(memory_of(view)) == before
         with trio.fail_after(15):

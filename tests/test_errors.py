@@ -24,17 +24,17 @@ from trio_ucx.ucp._memory.buffers import new_bytes
 @pytest.mark.parametrize("status", [status for status in ucp.Status if status < 0])
 def test_every_status_has_an_exception(status: ucp.Status) -> None:
     error = _status.error_from_status(status, "doing something")
-    native = error if isinstance(error, ucp.UCXError) else error.__cause__
+    native = error if isinstance(error, trio_ucx.UCXError) else error.__cause__
     if status is ucp.Status.NO_MEMORY:
         assert isinstance(error, MemoryError)
     else:
-        assert isinstance(native, ucp.UCXError) and native.status is status
+        assert isinstance(native, trio_ucx.UCXError) and native.status is status
         assert isinstance(error, trio.BrokenResourceError) == (status in _status._BROKEN or -89 <= status <= -40)
     assert "doing something" in str(error)
     set_up = _status.os_error_from_status(status, "connecting", " (a hint)")
     assert set_up.errno == _status._ERRNO.get(status, errno.EIO)
     assert str(set_up) == f"[Errno {set_up.errno}] {set_up.__cause__} (a hint)"
-    assert isinstance(set_up.__cause__, ucp.UCXError) and set_up.__cause__.status is status
+    assert isinstance(set_up.__cause__, trio_ucx.UCXError) and set_up.__cause__.status is status
 
 
 @pytest.mark.parametrize("status", range(-90, -38))
@@ -43,7 +43,7 @@ def test_failures_of_links_and_endpoints_are_ranges(status: int) -> None:
     error = _status.error_from_status(status, "doing something")
     assert isinstance(error, trio.BrokenResourceError) == (-89 <= status <= -40)
     native = error.__cause__ or error
-    assert isinstance(native, ucp.UCXError) and f", {status})" in str(error)
+    assert isinstance(native, trio_ucx.UCXError) and f", {status})" in str(error)
     assert native.status is (ucp.Status.ENDPOINT_TIMEOUT if status == -80 else ucp.Status.UNKNOWN)
     set_up = _status.os_error_from_status(status, "connecting")
     assert set_up.errno == (errno.ETIMEDOUT if status == -80 else errno.EIO)
@@ -55,15 +55,15 @@ def test_without_a_hint_the_errno_is_explained() -> None:
 
 
 def test_ucx_error_can_be_pickled_and_unknown_statuses_are_kept() -> None:
-    error = pickle.loads(pickle.dumps(ucp.UCXError(-25, "reading")))
+    error = pickle.loads(pickle.dumps(trio_ucx.UCXError(-25, "reading")))
     assert error.status is ucp.Status.CONNECTION_RESET and str(error).startswith("reading")
-    hinted = ucp.UCXError(-25, "reading", " (a hint)")
+    hinted = trio_ucx.UCXError(-25, "reading", " (a hint)")
     assert str(pickle.loads(pickle.dumps(hinted))) == str(hinted) and str(hinted).endswith(" (a hint)")
-    too_long = pickle.loads(pickle.dumps(ucp.MessageTooLong(3, 2, "receiving")))
+    too_long = pickle.loads(pickle.dumps(trio_ucx.MessageTooLong(3, 2, "receiving")))
     assert (too_long.length, too_long.limit, too_long.status) == (3, 2, ucp.Status.MESSAGE_TRUNCATED)
     assert str(too_long) == "receiving"  # UCX's words would say that it was truncated
-    assert ucp.UCXError(-99, "x").status is ucp.Status.UNKNOWN
-    assert "-99" in str(ucp.UCXError(-99, "x"))
+    assert trio_ucx.UCXError(-99, "x").status is ucp.Status.UNKNOWN
+    assert "-99" in str(trio_ucx.UCXError(-99, "x"))
 
 
 def test_new_bytes_are_not_shared() -> None:

@@ -454,7 +454,7 @@ async def raw_operations(worker: ucp.Worker) -> None:
 #: Exceptions that a user's task may get after an internal error.
 EXPECTED = (
     *(OSError, trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel, trio.TooSlowError),
-    *(Injected, MemoryError, ucp.UCXError, ucp.RequestCancelled),
+    *(Injected, MemoryError, trio_ucx.UCXError, ucp.RequestCancelled),
 )
 FEATURES = ucp.Feature.ALL
 

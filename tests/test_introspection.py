@@ -134,7 +134,7 @@ async def test_evaluate(worker: ucp.Worker) -> None:
                 try:
                     client.evaluate(1)
                     break
-                except ucp.UCXError as error:
+                except trio_ucx.UCXError as error:
                     assert error.status is ucp.Status.NO_RESOURCE and "not up yet" in str(error)
                     await trio.sleep(0.001)
         await client.tag_send(b"x", 1)
@@ -155,7 +155,7 @@ async def test_evaluate_in_unified_mode() -> None:
     """There UCX would look up the wrong interface."""
     async with ucp.open_worker(config={"TLS": "self,tcp", "UNIFIED_MODE": "y"}) as worker:
         endpoint = await worker.open_endpoint(worker.address)
-        with pytest.raises(ucp.UCXError, match="UNIFIED_MODE"):
+        with pytest.raises(trio_ucx.UCXError, match="UNIFIED_MODE"):
             endpoint.evaluate(1)
         endpoint.abort()
 

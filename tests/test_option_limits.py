@@ -212,10 +212,12 @@ async def test_tcp_segments_are_no_longer_than_what_is_received() -> None:
 async def test_what_ucx_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the options, because UCX names the refused one only in its log."""
     monkeypatch.setenv("UCX_SYSV_FIFO_SIZE", "100")
-    with pytest.raises(ucp.UCXError, match=r"a worker, with the options TCP_MAX_IOV=5, UCX_.*SYSV_FIFO_SIZE=100"):
+    with pytest.raises(trio_ucx.UCXError, match=r"a worker, with the options TCP_MAX_IOV=5, UCX_.*SYSV_FIFO_SIZE=100"):
         async with ucp.open_worker(config={"TLS": BOTH, "TCP_MAX_IOV": 5}):
             pass
-    with pytest.raises(ucp.UCXError, match=r"starting UCX .* with the options MIN_RNDV_CHUNK_SIZE=0.*UCX's log says"):
+    with pytest.raises(
+        trio_ucx.UCXError, match=r"starting UCX .* with the options MIN_RNDV_CHUNK_SIZE=0.*UCX's log says"
+    ):
         with ucp.open_context({"MIN_RNDV_CHUNK_SIZE": 0}):
             pass
 

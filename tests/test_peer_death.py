@@ -58,7 +58,7 @@ async def test_every_waiting_task_gets_an_error(worker: ucp.Worker, transports: 
                 async def expect_broken(function: Callable[[], Awaitable[object]]) -> None:
                     with pytest.raises(trio.BrokenResourceError) as caught:
                         await function()
-                    assert isinstance(caught.value.__cause__, ucp.UCXError)
+                    assert isinstance(caught.value.__cause__, trio_ucx.UCXError)
                     failed.append(function)
 
                 async def send_for_ever() -> None:
@@ -144,7 +144,7 @@ async def test_peer_ends_while_an_endpoint_is_opened(
         monkeypatch.undo()
         with Stopwatch(SOON), trio.fail_after(60), pytest.raises(trio.BrokenResourceError) as caught:
             await endpoint.tag_send(bytearray(2**26), 2)
-        assert isinstance(caught.value.__cause__, ucp.UCXError)
+        assert isinstance(caught.value.__cause__, trio_ucx.UCXError)
         await endpoint.aclose()
         assert await peer.ended() == -signal.SIGKILL
 
@@ -188,7 +188,8 @@ async def test_raw_endpoint_that_breaks_while_idle(transports: str, way: str, se
         if sent is not None:
             with pytest.raises(trio.BrokenResourceError, match="may not have arrived") as caught:
                 await unnoticed.aclose()
-            assert isinstance(caught.value.__cause__, ucp.UCXError) and str(caught.value.__cause__) in str(caught.value)
+            cause = caught.value.__cause__
+            assert isinstance(cause, trio_ucx.UCXError) and str(cause) in str(caught.value)
         await unnoticed.aclose()  # closed it is
 
 
@@ -212,7 +213,7 @@ async def test_flush_that_fails_gives_its_reason(worker: ucp.Worker, monkeypatch
         with pytest.raises(trio.BrokenResourceError, match="may not have arrived: flushing: ") as caught:
             await client.aclose()
         cause = caught.value.__cause__
-        assert isinstance(cause, ucp.UCXError) and cause.status is ucp.Status.NOT_CONNECTED
+        assert isinstance(cause, trio_ucx.UCXError) and cause.status is ucp.Status.NOT_CONNECTED
         assert await worker.tag_receive(bytearray(1), 1) == (1, 1)
 
 

@@ -90,7 +90,7 @@ async def test_a_cancelled_receive_reports_what_it_has_dropped(
 ) -> None:
     """A message that is too long arrives: it stays, or the receive says that it was dropped, cancelled or not."""
     scope = trio.CancelScope()
-    raised: list[ucp.UCXError] = []
+    raised: list[trio_ucx.UCXError] = []
 
     async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
 
@@ -101,7 +101,7 @@ async def test_a_cancelled_receive_reports_what_it_has_dropped(
                         await worker.tag_receive(bytearray(1), 1)
                     else:
                         await server.receive(tag=1, max_size=1)
-                except ucp.UCXError as error:
+                except trio_ucx.UCXError as error:
                     raised.append(error)
 
         nursery.start_soon(receive)

@@ -210,7 +210,7 @@ async def test_a_server_is_killed_in_the_middle_of_writing(queue: str) -> None:
         for connection in reversed(connections):
             with Stopwatch(SOON), trio.fail_after(60), pytest.raises(trio.BrokenResourceError) as caught:
                 await connection.receive()
-            assert isinstance(caught.value.__cause__, ucp.UCXError)
+            assert isinstance(caught.value.__cause__, trio_ucx.UCXError)
         assert "killed while it wrote" in str(caught.value)
         assert worker.statistics().stopped_queues == 1
         with Stopwatch(SOON, good.process.pid), trio.fail_after(60):

@@ -44,6 +44,7 @@ from remote import (
 )
 from timing import Stopwatch, cancelled_promptly
 
+import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import live_handles
 from trio_ucx.ucp._rma.access_paths import PART_OVER_TCP
@@ -557,7 +558,7 @@ async def test_map(way: str) -> None:
         with context.allocate(10, access=ucp.Access.READ) as memory, endpoint.attach(memory.descriptor) as remote:
             assert remote.map().readonly
         with context.register(bytearray(10)) as memory, endpoint.attach(memory.descriptor) as remote:
-            with pytest.raises(ucp.UCXError) as caught:
+            with pytest.raises(trio_ucx.UCXError) as caught:
                 remote.map()
             assert caught.value.status == ucp.Status.UNREACHABLE
             assert await remote.get() == bytes(10)
@@ -575,7 +576,7 @@ async def test_map_over_tcp() -> None:
     async with open_endpoint_and_context("tcp", "raw") as (endpoint, context):
         with context.allocate(100) as memory, endpoint.attach(memory.descriptor) as remote:
             await remote.flush()
-            with pytest.raises(ucp.UCXError) as caught:
+            with pytest.raises(trio_ucx.UCXError) as caught:
                 remote.map()
             assert caught.value.status == ucp.Status.UNREACHABLE
 
@@ -586,7 +587,7 @@ async def test_map_before_the_connection_is_up() -> None:
         with owner.context.allocate(10) as memory:
             client = await worker.open_endpoint(listener.address)
             remote = client.attach(memory.descriptor)
-            with pytest.raises(ucp.UCXError) as caught:
+            with pytest.raises(trio_ucx.UCXError) as caught:
                 remote.map()
             assert caught.value.status == ucp.Status.NOT_CONNECTED
             server = await (await listener.accept_request()).accept()

@@ -17,6 +17,7 @@ from helpers import Rounds, assert_free, open_peer, open_to_peer, pattern, until
 from peers import REMOTE
 from remote import open_endpoint_and_context, open_two, open_way
 
+import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals, live_handles
 from trio_ucx.ucp import chains
@@ -223,7 +224,7 @@ async def test_an_owner_checks_every_atomic(transports: str) -> None:
             operation: int, offset: int, size: int, data: bytes = OPERANDS.pack(1, 2), key: bytes = token
         ) -> tuple[int, bytes]:
             header = REQUEST.pack(ATOMIC, operation, 77, offset, size, key)
-            with suppress(ucp.UCXError):  # data by rendezvous are refused
+            with suppress(trio_ucx.UCXError):  # data by rendezvous are refused
                 await endpoint.am_send(ID, data, header=header, reply=True)
             with trio.fail_after(15), await answers.receive() as answer:
                 said, status, id = ANSWER.unpack(answer.header)
@@ -280,17 +281,17 @@ async def test_closed_memory_is_refused(way: str) -> None:
         with endpoint.attach(memory.descriptor) as remote, endpoint.attach(other.descriptor) as large:
             assert await remote.get() == bytes(8)
             memory.close()
-            with pytest.raises(ucp.UCXError, match="refused") as caught:
+            with pytest.raises(trio_ucx.UCXError, match="refused") as caught:
                 await remote.get()
             assert caught.value.status is ucp.Status.NO_ELEM
             await remote.put(b"12345678")
-            with pytest.raises(ucp.UCXError, match="refused"):
+            with pytest.raises(trio_ucx.UCXError, match="refused"):
                 await remote.flush()
             await remote.flush()
             chain = endpoint.worker.new_chain()
             got = chain.get(remote, 0, 8)
             outcome = (await chain.run())[got]
-            with pytest.raises(ucp.UCXError, match="refused"):
+            with pytest.raises(trio_ucx.UCXError, match="refused"):
                 outcome.unwrap()
             chain.close()
             with trio.fail_after(15):

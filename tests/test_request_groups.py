@@ -9,6 +9,7 @@ import trio
 import trio.testing
 from helpers import open_pair, open_raw_pair, pattern
 
+import trio_ucx
 from trio_ucx import ucp
 
 
@@ -51,7 +52,7 @@ async def test_an_error_cancels_the_rest_and_the_body(worker: ucp.Worker) -> Non
                 await client.tag_send(b"too long", 1)
                 await trio.sleep_forever()
         [error] = caught.value.exceptions
-        assert isinstance(error, ucp.UCXError) and error.status is ucp.Status.MESSAGE_TRUNCATED
+        assert isinstance(error, trio_ucx.UCXError) and error.status is ucp.Status.MESSAGE_TRUNCATED
         with pytest.raises(ucp.RequestCancelled):
             await pending
         other.append(0)

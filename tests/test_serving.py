@@ -19,7 +19,7 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._server import split_own
 from trio_ucx.testing import internals
-from trio_ucx.ucp._status import Status, UCXError
+from trio_ucx.ucp import Status
 
 Handler = Callable[[trio_ucx.Connection], Awaitable[object]]
 
@@ -326,7 +326,7 @@ async def test_a_connection_owns_its_memory_endpoint(transports: str) -> None:
             await remote_memory.flush()  # UCX's own puts write there even if the memory has been closed and freed
             beside = internals(connection).share.endpoint.beside
             assert beside is not None
-            beside.ending.error = UCXError(Status.CONNECTION_RESET, "pretended")
+            beside.ending.error = trio_ucx.UCXError(Status.CONNECTION_RESET, "pretended")
             for operation in (partial(remote_memory.put, bytes(8), 0), remote_memory.flush):
                 with pytest.raises(trio.BrokenResourceError, match="pretended") as caught:
                     await operation()

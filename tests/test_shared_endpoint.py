@@ -312,7 +312,7 @@ async def test_refused_operations_do_not_hide_a_loss(transports: str) -> None:
         memory = theirs.context.register(bytearray(200_000))
         with connection.endpoint.attach(memory.descriptor) as remote:
             memory.close()
-            with pytest.raises(ucp.UCXError, match="owner refused"):
+            with pytest.raises(trio_ucx.UCXError, match="owner refused"):
                 await remote.get()
         await connection.send(b"unread")
         peer.abort()
@@ -386,13 +386,13 @@ async def test_refused_puts_are_reported_to_their_connection(transports: str) ->
                 await others.put(b"refused")
                 await others.add(1, 8)
             await remote.flush()
-            with pytest.raises(ucp.UCXError, match="before this flush") as caught:
+            with pytest.raises(trio_ucx.UCXError, match="before this flush") as caught:
                 await others.flush()
             assert caught.value.status is ucp.Status.NO_ELEM
             await others.flush()
             await remote.put(b"refused")
             await others.flush()
-            with pytest.raises(ucp.UCXError, match="before this flush"):
+            with pytest.raises(trio_ucx.UCXError, match="before this flush"):
                 await remote.flush()
             await others.put(b"refused, and never reported")
 

@@ -13,6 +13,7 @@ from helpers import open_peer, open_raw_endpoint, open_raw_listener
 from injected_faults import Library
 from samples import sample, some_worker
 
+import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import ucx
 from trio_ucx.testing import internals
@@ -43,7 +44,7 @@ async def test_address_of_a_dead_process(transports: str, alone: bool, mode: ucp
             with pytest.raises(OSError, match="its process has ended") as caught:
                 await worker.open_endpoint(address, error_mode=mode)
             assert caught.value.errno == errno.ECONNREFUSED
-            assert isinstance(caught.value.__cause__, ucp.UCXError)
+            assert isinstance(caught.value.__cause__, trio_ucx.UCXError)
             unknown = ucp.WorkerAddress.from_ucx(address.ucx, shared_memory=True)
             worker.admit("127.0.0.1")
             with pytest.raises(OSError, match="its shared memory is not there"):

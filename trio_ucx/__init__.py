@@ -40,9 +40,8 @@ from ._serve import open_ucx_listeners, serve_ucx
 from ._server import Server
 from ._statistics import ConnectionStatistics
 from ._version import __version__
-from .ucp import MessageTooLong, UCXError
 from .ucp._memory.buffers import Buffer, WritableBuffer
-from .ucp._status import Error
+from .ucp._status import Error, MessageTooLong, UCXError
 from .ucp._util import publish as _publish
 
 __all__ = [

@@ -13,6 +13,7 @@ import pytest
 import trio
 from helpers import free_port, open_raw_endpoint, open_raw_listener, until
 
+import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import ucx
 
@@ -150,7 +151,7 @@ async def test_c_program_as_client(
                                 await talk.send(endpoint, first)
                                 while mode == "am":  # perhaps it did not listen yet
                                     await trio.sleep(2)
-                                    with contextlib.suppress(ucp.UCXError):
+                                    with contextlib.suppress(trio_ucx.UCXError):
                                         await talk.send(endpoint, first)
 
                         nursery.start_soon(send_fin)

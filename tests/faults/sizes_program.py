@@ -182,5 +182,5 @@ if __name__ == "__main__":
             arguments["raw"],
             arguments["limit"],
         )
-    except (ValueError, OSError, ucp.UCXError, trio.BrokenResourceError) as error:
+    except (ValueError, OSError, trio_ucx.UCXError, trio.BrokenResourceError) as error:
         print("refused", type(error).__name__, error, flush=True)

@@ -50,7 +50,7 @@ SOFT = min(HARD, 4096)
 NO_LIMIT = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 #: What the library may raise for a missing resource; everything else is a fault.
-EXPECTED = (OSError, ucp.UCXError, MemoryError, trio.BrokenResourceError, trio.EndOfChannel)
+EXPECTED = (OSError, trio_ucx.UCXError, MemoryError, trio.BrokenResourceError, trio.EndOfChannel)
 #: After these, what was used is broken, and the thing is done again with new objects of the same worker.
 BREAKS = (trio.BrokenResourceError, trio.EndOfChannel, trio.ClosedResourceError, trio.TooSlowError)
 
@@ -270,7 +270,7 @@ async def other_process(commands: int, answers: int) -> None:
             with trio.fail_after(BOUND):
                 await function(*arguments)
             say(None)
-        except (OSError, ucp.UCXError, trio.BrokenResourceError, trio.EndOfChannel, trio.TooSlowError) as error:
+        except (OSError, trio_ucx.UCXError, trio.BrokenResourceError, trio.EndOfChannel, trio.TooSlowError) as error:
             say(repr(error))
 
     buffer = b""

@@ -419,7 +419,7 @@ class Trial:
         """What broke a connection is named, unless the peer has closed it gracefully."""
         error = task.outcome
         if isinstance(error, trio.BrokenResourceError) and not (LOADS[self.case.load].alone and not error.__cause__):
-            assert isinstance(error.__cause__, ucp.UCXError), f"{task.name}: {error!r} from {error.__cause__!r}"
+            assert isinstance(error.__cause__, trio_ucx.UCXError), f"{task.name}: {error!r} from {error.__cause__!r}"
 
     async def cancelled(self, task: Task) -> None:
         start, counter = time.monotonic(), time.perf_counter()

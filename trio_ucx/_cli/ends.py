@@ -60,7 +60,8 @@ import trio
 from .. import Connection, Listener, connect, open_ucx_listeners
 from .._native import ucx
 from .._version import __version__
-from ..ucp import UCXError, Worker, open_worker
+from ..ucp import Worker, open_worker
+from ..ucp._status import UCXError
 from ..ucp._util import check_integer, printable
 from .errors import CandidateError, PerfError, describe, is_expected
 from .options import Choice, config_of

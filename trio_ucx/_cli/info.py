@@ -15,10 +15,11 @@ import trio
 
 from .._native import ucx
 from .._version import __version__
-from ..ucp import Context, UCXError, open_context
+from ..ucp import Context, open_context
 from ..ucp._quirks.default_options import DEFAULT_OPTIONS
 from ..ucp._quirks.log import logger
 from ..ucp._quirks.option_limits import OptionError
+from ..ucp._status import UCXError
 from .privileges import Privileges, look
 
 #: Options that make UCX list every device, whatever the environment excludes.

@@ -12,8 +12,8 @@ import trio
 from .._errors import NotTrioUCX, refusal
 from .._link import Link, Options
 from .._wire import ProtocolError, RefusalCode
-from ..ucp import UCXError
 from ..ucp._engine.operations import under_way
+from ..ucp._status import UCXError
 from .control_stream import ControlStream, set_keepalive
 from .exchange import Exchange, Refused, State, UnknownProtocol, Welcomed
 from .handshake import ExchangeOptions, Handshake, NeedsAnotherWorker

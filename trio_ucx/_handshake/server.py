@@ -35,11 +35,12 @@ import trio
 
 from .._link import Link, Options
 from .._wire import ProtocolError, RefusalCode
-from ..ucp import UCXError, Worker
+from ..ucp import Worker
 from ..ucp._address import format_address
 from ..ucp._contained import contained, report
 from ..ucp._engine.waits import Waiters
 from ..ucp._quirks import descriptors
+from ..ucp._status import UCXError
 from ..ucp._util import CAPACITY_ERRORS, warn_resource
 from .control_stream import (
     ControlStream,

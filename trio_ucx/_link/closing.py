@@ -26,13 +26,12 @@ import trio
 from .. import _wire as wire
 from .._errors import PeerClosed, PeerLost
 from .._life import Life, Loss, Peer, PeerEvent
-from ..ucp import Status, UCXError
 from ..ucp._contained import contained, report
 from ..ucp._engine.ending import CloseState, internal_failure
 from ..ucp._engine.operations import under_way
 from ..ucp._live_handles import live_handles
 from ..ucp._process import has_ended
-from ..ucp._status import about, broken
+from ..ucp._status import Status, UCXError, about, broken
 from .receiving import Receiving
 from .sending import Sending
 from .transport import Transport

@@ -19,13 +19,12 @@ from .._credit import ReceiveCredit
 from .._life import Answer, Life, Peer
 from .._native import lib
 from .._tag_queue import Message, Receive, State, TagQueue, Want
-from ..ucp import MessageTooLong, Status, UCXError
 from ..ucp._contained import contained
 from ..ucp._engine.operations import Operation
 from ..ucp._engine.posting import pin
 from ..ucp._engine.waits import Pending, Signal
 from ..ucp._memory.buffers import Pinned, WritableBuffer, new_bytes
-from ..ucp._status import about, error_from_status, is_about_a_part
+from ..ucp._status import MessageTooLong, Status, UCXError, about, error_from_status, is_about_a_part
 from .buffers import PackedMessages, ReadBuffer
 from .conversations import Conversations
 from .sending import Sending

@@ -23,13 +23,12 @@ from .._credit import SendCredit
 from .._life import Answer, Life
 from .._unread import UnreadThere
 from .._wire import SMALL_MESSAGE
-from ..ucp import Status, UCXError
 from ..ucp._contained import contained
 from ..ucp._engine.arming import MOMENT
 from ..ucp._engine.operations import Operation
 from ..ucp._engine.posting import pending_operation, pin
 from ..ucp._memory.buffers import Buffer, Pinned
-from ..ucp._status import broken
+from ..ucp._status import Status, UCXError, broken
 from ..ucp._tag import is_short
 from .transport import Transport
 

@@ -17,8 +17,8 @@ from .._connection import Connection
 from .._link.link import Link
 from .._link.transport import Transport
 from .._native import lib
-from ..ucp import Status, UCXError
 from ..ucp._memory.buffers import Pinned
+from ..ucp._status import Status, UCXError
 from ..ucp._util import ALL_BITS, check_integer, check_timeout
 
 

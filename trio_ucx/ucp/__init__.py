@@ -3,8 +3,8 @@
 Request chains are an extension, ``trio_ucx.ucp.chains``, which only :meth:`Worker.new_chain` imports.
 
 Almost any call can raise some exceptions that its docstring does not repeat: ``MemoryError``, where UCX has no memory;
-:exc:`UCXError`, for a status that no other exception stands for; ``RuntimeError``, in another thread than its worker's,
-or in a forked child.
+:exc:`trio_ucx.UCXError`, for a status that no other exception stands for; ``RuntimeError``, in another thread than its
+worker's, or in a forked child.
 
 Layers, lowest first; imports point down only (``tests/test_layers.py``). Two quirks, ``key_gate`` and
 ``stopped_queue``, stand higher:
@@ -42,7 +42,7 @@ from ._memory.strided import Strided
 from ._quirks.releases import warn_if_unknown as _warn_if_unknown
 from ._requests import Request, RequestCancelled, RequestGroup
 from ._rma.remote_memory import RemoteMemory
-from ._status import MessageTooLong, Status, UCXError
+from ._status import Status
 from ._stream import StreamData
 from ._tag import TagMessage
 from ._util import publish as _publish
@@ -68,7 +68,6 @@ __all__ = [
     "MemoryDescriptor",
     "Library",
     "MemoryType",
-    "MessageTooLong",
     "RawListener",
     "RemoteMemory",
     "Request",
@@ -81,7 +80,6 @@ __all__ = [
     "TagMessage",
     "ThreadMode",
     "Transport",
-    "UCXError",
     "WhenFull",
     "Worker",
     "WorkerAddress",

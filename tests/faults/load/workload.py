@@ -658,7 +658,7 @@ async def receive_active_messages(process: Process, messages: ucp.ActiveMessages
             name, number = json.loads(message.header)
             try:
                 data = await message.receive() if message.rendezvous else bytes(message.data)
-            except (trio.BrokenResourceError, ucp.UCXError) as error:
+            except (trio.BrokenResourceError, trio_ucx.UCXError) as error:
                 process.log.event("am", c=name, n=number, broken=describe(error))
                 continue
             said = examine(Address(name, "up", AM_ID), data)
