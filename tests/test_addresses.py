@@ -196,7 +196,7 @@ async def test_worker_address_of_another_version(worker: ucp.Worker) -> None:
     data = bytes(worker.address)
     version = data[-5]
     assert version == VERSION
-    for other in (version + 1, 5, 6, 7, 0, 255):
+    for other in (version - 1, version + 1, 7, 255):
         changed = with_checksum(b"fields of another version" + data[-9:-5] + bytes([other]))
         with pytest.raises(ValueError, match=f"version {other}: this trio_ucx speaks version {version}; use"):
             ucp.WorkerAddress(changed)

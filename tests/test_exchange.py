@@ -442,7 +442,7 @@ def of_version(data: bytes, version: int) -> bytes:
 
 
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("version", [0, 1, VERSION - 1, VERSION + 1, 99, 65535])
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1, 99, 65535])
 def test_unknown_version_is_refused_by_name(key: bytes | None, version: int) -> None:
     words = f"speaks wire version {version}, and this listener speaks {VERSION} (server 1)"
     client, server = two_sides(key, key)
