@@ -1364,7 +1364,7 @@ def interrupted() -> None:
     import gc
     import warnings
 
-    from trio_ucx.testing import live_handles
+    from trio_ucx.ucp._live_handles import live_handles
 
     # Trio (0.35) does not protect it. A KeyboardInterrupt in the middle, a microsecond of each millisecond of ``busy``,
     # leaves a task that never runs (the program hangs), or one that its nursery does not know (TrioInternalError).
@@ -1383,7 +1383,7 @@ def interrupted() -> None:
             else:
                 ended = "returned"
             gc.collect()
-        say([ended, live_handles()])
+        say([ended, live_handles.counts()])
 
 
 async def told_to_go_on() -> bool:

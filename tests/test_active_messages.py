@@ -31,8 +31,9 @@ from timing import cancelled_after
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.testing import internals, live_handles
+from trio_ucx.testing import internals
 from trio_ucx.ucp._engine import engine as _engine
+from trio_ucx.ucp._live_handles import live_handles
 
 AUTO, EAGER, RENDEZVOUS = ucp.SendProtocol
 HOLD, REFUSE, CUT = ucp.WhenFull
@@ -1065,7 +1066,7 @@ async def test_dropped_in_another_thread(worker: ucp.Worker) -> None:
                     await trio.to_thread.run_sync(held.clear)
         chains = [worker.new_chain()]
         await trio.to_thread.run_sync(chains.clear)
-        await until(lambda: "request chain" not in live_handles())
+        await until(lambda: "request chain" not in live_handles.counts())
 
 
 async def test_request_groups(worker: ucp.Worker) -> None:

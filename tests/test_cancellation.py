@@ -26,6 +26,7 @@ from timing import PROMPT, Stopwatch, cancelled_after, cancelled_promptly
 
 import trio_ucx
 from trio_ucx import testing, ucp
+from trio_ucx.ucp._live_handles import live_handles
 
 BIG = 2**26
 #: Seconds that UCX may take to receive as much in one call: over shared memory it copies all of it; over TCP it reads
@@ -329,7 +330,7 @@ async def test_pair_of_connections_at_its_end(worker: ucp.Worker, monkeypatch: p
     with scope:
         await testing.open_connection_pair(worker=worker).__aenter__()
     assert scope.cancelled_caught
-    assert "connection" not in testing.live_handles()
+    assert "connection" not in live_handles.counts()
 
 
 async def test_close_against_a_stopped_peer(worker: ucp.Worker, transports: str) -> None:

@@ -31,8 +31,9 @@ from remote import (
 from timing import Stopwatch
 
 from trio_ucx import ucp
-from trio_ucx.testing import internals, live_handles
+from trio_ucx.testing import internals
 from trio_ucx.ucp import chains
+from trio_ucx.ucp._live_handles import live_handles
 
 
 def spinning(ground: Ground, chain: chains.RequestChain, **options: Any) -> chains.ChainRequest:
@@ -356,7 +357,7 @@ async def test_closed_while_it_runs(ground: Ground) -> None:
     buffer.append(1)
     with pytest.raises(trio.ClosedResourceError):
         await chain.run()
-    assert live_handles().get("request chain") is None
+    assert live_handles.counts().get("request chain") is None
 
 
 async def test_forgotten_chains_are_freed(ground: Ground) -> None:
@@ -367,10 +368,10 @@ async def test_forgotten_chains_are_freed(ground: Ground) -> None:
         chain = ground.worker.new_chain()
         chain.get(ground.remote, into=buffer)
         await chain.run()
-    assert live_handles()["request chain"] >= 1
+    assert live_handles.counts()["request chain"] >= 1
     del chain
     gc.collect()
-    await until(lambda: live_handles().get("request chain") is None)
+    await until(lambda: live_handles.counts().get("request chain") is None)
     buffer.append(1)
 
 

@@ -18,7 +18,7 @@ PROGRAM = """
 import contextlib, errno, json, os, resource, sys
 import trio, trio_ucx
 from trio_ucx import ucp
-from trio_ucx.testing import live_handles
+from trio_ucx.ucp._live_handles import live_handles
 
 KIND, TLS, SPARES = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 # A shared worker stays, and so do the descriptors of a GPU's drivers, which the first context starts.
@@ -47,7 +47,7 @@ async def descriptors_after_release():
     # The other ends of what was closed go a moment later.
     last, unchanged = None, 0
     while unchanged < 6:
-        state = len(open_descriptors()), live_handles()
+        state = len(open_descriptors()), live_handles.counts()
         unchanged = unchanged + 1 if state == last else 0
         last = state
         await trio.sleep(0.005)
@@ -122,7 +122,7 @@ async def main():
                 if opened or not STAYS:
                     await attempt(KIND, stack)
 trio.run(main)
-assert not live_handles()
+assert not live_handles.counts()
 """
 
 #: The largest suffices for the first context, whose need depends on the machine's GPUs, and for a worker.

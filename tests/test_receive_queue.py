@@ -18,7 +18,8 @@ from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.testing import internals, live_handles
+from trio_ucx.testing import internals
+from trio_ucx.ucp._live_handles import live_handles
 
 #: Seconds until other connections break, and until new clients connect over shared memory.
 SOON = 5.0
@@ -376,7 +377,7 @@ async def test_isolated_connections() -> None:
             await client.tell(echo.listener.address)
             assert "sysv" in await client.hear()
         await until(lambda: len(echo.connections) == 3)
-        assert live_handles()["worker"] == 4
+        assert live_handles.counts()["worker"] == 4
         assert len({id(connection.worker) for connection in echo.connections} | {id(worker)}) == 4
         await clients[2].tell()
         await echo.wait_errors(1)
@@ -388,7 +389,7 @@ async def test_isolated_connections() -> None:
         assert not any(connection.worker.statistics().stopped_queues for connection in echo.connections[:2])
         for connection in echo.connections:
             connection.abort()
-        await until(lambda: live_handles()["worker"] <= 1)
+        await until(lambda: live_handles.counts()["worker"] <= 1)
 
 
 @pytest.mark.parametrize("end", ["aclose", "refused", "listener closes", "worker closes", "run ends"])
@@ -397,7 +398,7 @@ async def test_workers_of_isolated_connections_are_closed(end: str, transports: 
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, isolate=True)
         connection = await trio_ucx.connect(listener.address, worker=ours).__aenter__()
         server = await listener.accept()
-        assert live_handles()["worker"] == 3
+        assert live_handles.counts()["worker"] == 3
         await connection.send(b"x")
         assert await server.receive() == b"x"
         if end == "aclose":
@@ -417,7 +418,7 @@ async def test_workers_of_isolated_connections_are_closed(end: str, transports: 
         elif end == "worker closes":
             await server.aclose()
         if end in ("aclose", "listener closes", "refused"):
-            await until(lambda: live_handles()["worker"] <= 2)
+            await until(lambda: live_handles.counts()["worker"] <= 2)
         await listener.aclose()
         connection.abort()
         server.abort()

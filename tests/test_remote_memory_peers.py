@@ -19,9 +19,10 @@ from remote import open_endpoint_and_context, open_two, open_way
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.testing import internals, live_handles
+from trio_ucx.testing import internals
 from trio_ucx.ucp import chains
 from trio_ucx.ucp._engine import teardown
+from trio_ucx.ucp._live_handles import live_handles
 from trio_ucx.ucp._rma import access_paths
 
 MB = 2**20
@@ -300,7 +301,7 @@ async def test_closed_memory_is_refused(way: str) -> None:
                     while not buffer[0]:
                         await trio.lowlevel.checkpoint()
                     other.close()
-                await until(lambda: not live_handles().get("memory"))
+                await until(lambda: not live_handles.counts().get("memory"))
         assert_free(buffer)
         assert endpoint.alive
 

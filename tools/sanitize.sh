@@ -10,7 +10,7 @@
 #
 # UCX is not compiled with these checkers, so they see only what our C code does, and what libc does for it. Leaks are
 # not looked for: Python and UCX keep much until the process ends. The tests count what is open instead
-# (trio_ucx.testing.live_handles).
+# (trio_ucx.testing.assert_no_live_handles).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tool=${1:?address, thread or valgrind}

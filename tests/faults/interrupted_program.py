@@ -26,7 +26,7 @@ import trio
 
 import trio_ucx
 from trio_ucx import mesh, ucp
-from trio_ucx.testing import live_handles
+from trio_ucx.ucp._live_handles import live_handles
 
 #: Seconds for one run.
 LIMIT = 20
@@ -158,7 +158,7 @@ def run(name: str, transports: str, at: int, protected: bool) -> list[Any]:
         trio._core._run.GLOBAL_RUN_CONTEXT.__dict__.clear()
         gc.collect()
     faulthandler.cancel_dump_traceback_later()
-    return [ended, live_handles(), unraisable, interrupter.where, interrupter.points]
+    return [ended, live_handles.counts(), unraisable, interrupter.where, interrupter.points]
 
 
 # ---- the scenarios ----

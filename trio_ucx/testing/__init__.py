@@ -7,7 +7,7 @@ stopped; faults in what a Connection sends; a check that every native handle was
 
 from ..ucp._util import publish as _publish
 from ._faults import Faults
-from ._handles import assert_no_live_handles, live_handles
+from ._handles import assert_no_live_handles
 from ._introspection import internals  # noqa: F401  # for tests of trio_ucx itself, not public
 from ._pairs import open_clogged_pair, open_connection_pair
 from ._peer_process import PeerFaults, open_peer_process
@@ -16,7 +16,6 @@ __all__ = [
     "Faults",
     "PeerFaults",
     "assert_no_live_handles",
-    "live_handles",
     "open_clogged_pair",
     "open_connection_pair",
     "open_peer_process",

@@ -22,6 +22,7 @@ class LiveHandles:
             self._counts[kind] -= 1
 
     def counts(self) -> dict[str, int]:
+        """The number of handles that are alive, by kind, such as ``worker`` and ``endpoint``."""
         with self._lock:
             return {kind: count for kind, count in self._counts.items() if count}
 

@@ -27,8 +27,8 @@ import trio
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.testing import live_handles
 from trio_ucx.testing._introspection import internals
+from trio_ucx.ucp._live_handles import live_handles
 
 #: Cycles until a client process takes a new worker.
 GENERATION = 500
@@ -68,7 +68,7 @@ async def echo(connection: trio_ucx.Connection) -> None:
 def state(worker: ucp.Worker) -> dict[str, Any]:
     gc.collect()
     statistics = worker.statistics()
-    handles = live_handles()
+    handles = live_handles.counts()
     return {
         "resident": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"),
         "descriptors": len(os.listdir("/proc/self/fd")),

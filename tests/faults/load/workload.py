@@ -32,7 +32,7 @@ import trio
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.testing import live_handles
+from trio_ucx.ucp._live_handles import live_handles
 
 from . import broken
 from .log import Log, now
@@ -780,7 +780,7 @@ def main() -> None:
     if settings.broken is not None:
         broken.switch_on(settings.broken)
     figures = trio.run(run, settings, log)
-    log.event("finish", handles=live_handles(), **figures)
+    log.event("finish", handles=live_handles.counts(), **figures)
     log.close()
 
 
