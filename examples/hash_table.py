@@ -170,7 +170,9 @@ class Table:
             written = chain.put(self.memory, parts, entry, when=entry <= self.memory.nbytes - size)
 
             node, found = self._find(chain, key)
-            replaced = chain.swap(self.memory, place, node.offset + VALUE, when=found, on_false="skip", after=written)
+            replaced = chain.atomic(
+                self.memory, ucp.AtomicOp.SWAP, place, node.offset + VALUE, when=found, on_false="skip", after=written
+            )
             tied = chain.compare_swap(
                 self.memory, 0, entry, node.offset + NEXT, when=~found, on_false="skip", after=written
             )

@@ -75,7 +75,10 @@ async def raw(worker: ucp.Worker, endpoint: ucp.Endpoint, remote: ucp.RemoteMemo
     await endpoint.am_send(7, [b"", bytearray()], header=b"")
     size, sender = await worker.tag_receive(bytearray(8), 5)
     await remote.put(np.zeros(size))
+    await remote.atomic(ucp.AtomicOp.OR, await remote.atomic(ucp.AtomicOp.ADD, 1, bits=32, fetch=True))
+    await remote.compare_swap(await remote.atomic(ucp.AtomicOp.SWAP, size, 8), await remote.fetch_add(1))
     node = chain.get(remote, sender, 64, into=bytearray(64))
+    chain.atomic(remote, ucp.AtomicOp.XOR, node.u64(), node.u32(8), when=node.u8(0) == 1)
     chain.put(remote, (b"", node.u32() + 1, node.bytes(0, 8)), when=node.u8(0) == 1, on_false="skip", after=[node, 0])
     with worker.context.register(bytearray(8), access=ucp.Access.READ | ucp.Access.WRITE) as memory:
         await endpoint.tag_send(memory.descriptor, 5)

@@ -84,7 +84,10 @@ async def raw(worker: ucp.Worker, endpoint: ucp.Endpoint, remote: ucp.RemoteMemo
     worker.open_active_messages(7, when_full="cut")  # refused
     worker.context.register([bytearray(8)])  # refused
     await remote.put([b"several", b"buffers"])  # refused
+    await remote.atomic("ADD", 1)  # refused
+    await remote.atomic(ucp.AtomicOp.ADD, 1) + 1  # refused
     chain.put(remote, "text")  # refused
+    chain.atomic(remote, 0, 1)  # refused
     chain.put(remote, b"", whn=None)  # refused
     chain.get(remote, 0, 8, on_false="ignore")  # refused
     ucp.open_context(features="TAG")  # refused

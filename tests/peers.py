@@ -521,7 +521,7 @@ async def counting(worker_address: str, descriptor: str, count: int, how: str) -
                     if how == "fetch":
                         found.append(await memory.fetch_add(1))
                     else:
-                        await memory.add(1)
+                        await memory.atomic(ucp.AtomicOp.ADD, 1)
                 await memory.flush()
                 say(found)
                 await until_told()

@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Any
 
 import pytest
 import trio
@@ -50,12 +49,13 @@ async def test_arithmetic(transports: str, way: str) -> None:
     """Against Python's, with random values; the neighbours stay as they are."""
     rng = random.Random(3)
     combine = {
-        "add": lambda old, value: old + value,
-        "and_": lambda old, value: old & value,
-        "or_": lambda old, value: old | value,
-        "xor": lambda old, value: old ^ value,
-        "swap": lambda old, value: value,
+        ucp.AtomicOp.ADD: lambda old, value: old + value,
+        ucp.AtomicOp.AND: lambda old, value: old & value,
+        ucp.AtomicOp.OR: lambda old, value: old | value,
+        ucp.AtomicOp.XOR: lambda old, value: old ^ value,
+        ucp.AtomicOp.SWAP: lambda old, value: value,
     }
+    assert set(combine) == set(ucp.AtomicOp)
     with trio.fail_after(30):
         async with open_endpoint_and_context(transports, way) as (endpoint, context):
             for memory in (context.allocate(64), context.register(bytearray(64))):
@@ -71,24 +71,26 @@ async def test_arithmetic(transports: str, way: str) -> None:
                                 [0, 1, -1, 2**bits - 1, -(2 ** (bits - 1)), rng.getrandbits(bits), rng.getrandbits(7)]
                             )
                             old = int.from_bytes(expected[offset : offset + size], sys.byteorder)
-                            name = rng.choice([*combine, "compare_swap"])
-                            if name == "compare_swap":
+                            op = rng.choice([*combine, None])
+                            if op is None:
                                 compared = rng.choice([old, old ^ 1])
                                 new = value if compared == old else old
                                 assert await remote.compare_swap(compared, value, offset, bits=bits) == old
                             else:
-                                new = combine[name](old, value % 2**bits)
-                                fetching = {"add": "fetch_add", "and_": "fetch_and", "or_": "fetch_or"}
-                                fetching |= {"xor": "fetch_xor", "swap": "swap"}
-                                if name == "swap" or rng.random() < 0.5:
-                                    got = await getattr(remote, fetching[name])(value, offset, bits=bits)
-                                    assert got == old, name
+                                new = combine[op](old, value % 2**bits)
+                                fetch = rng.random() < 0.5
+                                if op is ucp.AtomicOp.ADD and fetch and rng.random() < 0.5:
+                                    got: int | None = await remote.fetch_add(value, offset, bits=bits)
                                 else:
-                                    assert await getattr(remote, name)(value, offset, bits=bits) is None
+                                    got = await remote.atomic(op, value, offset, bits=bits, fetch=fetch)
+                                if fetch or op is ucp.AtomicOp.SWAP:
+                                    assert got == old, op
+                                else:
+                                    assert got is None, op
                                     await remote.flush()
                             expected[offset : offset + size] = (new % 2**bits).to_bytes(size, sys.byteorder)
                             await remote.flush()
-                            assert view == expected, (name, bits, value)
+                            assert view == expected, (op, bits, value)
                     del view
 
 
@@ -125,33 +127,38 @@ async def test_refused(worker: ucp.Worker) -> None:
             with endpoint.attach(memory.descriptor) as remote:
                 for bits in (16, 8, 128, 0, -64, 64.0, "64", None, True):
                     with pytest.raises(ValueError, match="32 or 64"):
-                        await remote.add(1, bits=bits)
+                        await remote.atomic(ucp.AtomicOp.ADD, 1, bits=bits)
                 for offset, bits in ((1, 64), (4, 64), (2, 32), (7, 32)):
                     with pytest.raises(ValueError, match="multiple"):
                         await remote.fetch_add(1, offset, bits=bits)
                 for offset, bits in ((64, 64), (64, 32), (60, 64), (2**62, 64)):
                     with pytest.raises(ValueError, match="beyond the end"):
-                        await remote.swap(1, offset, bits=bits)
+                        await remote.atomic(ucp.AtomicOp.SWAP, 1, offset, bits=bits)
                 for bits in (32, 64):
                     for value in (2**bits, -(2 ** (bits - 1)) - 1, 2**200):
                         with pytest.raises(ValueError, match="value"):
-                            await remote.fetch_or(value, bits=bits)
+                            await remote.atomic(ucp.AtomicOp.OR, value, bits=bits, fetch=True)
                         with pytest.raises(ValueError, match="value"):
                             await remote.compare_swap(value, 0, bits=bits)
                         with pytest.raises(ValueError, match="value"):
                             await remote.compare_swap(0, value, bits=bits)
                 for bad in (1.0, "1", None):
                     with pytest.raises(TypeError):
-                        await remote.add(bad)
+                        await remote.atomic(ucp.AtomicOp.ADD, bad)
                     with pytest.raises(TypeError):
-                        await remote.add(1, bad)
+                        await remote.atomic(ucp.AtomicOp.ADD, 1, bad)
                     with pytest.raises(TypeError):
                         await remote.compare_swap(0, bad)
                     with pytest.raises(TypeError):
                         await remote.compare_swap(bad, 0)
+                message = r"an AtomicOp \(ADD, AND, OR, XOR or SWAP\), not .*compare_swap\(\)"
+                for wrong in ("ADD", "add", 0, 2, None, ucp.Access.ATOMIC):
+                    for fetch in (False, True):
+                        with pytest.raises(TypeError, match=message):
+                            await remote.atomic(wrong, 1, fetch=fetch)
             with worker.context.register(memory.memoryview[4:36]) as odd, endpoint.attach(odd.descriptor) as remote:
                 with pytest.raises(ValueError, match="multiple"):
-                    await remote.add(1)
+                    await remote.atomic(ucp.AtomicOp.ADD, 1)
                 await remote.fetch_add(1, 4)
                 await remote.fetch_add(1, bits=32)
         assert memory.memoryview == bytes(4) + (1).to_bytes(4, "little") + (1).to_bytes(8, "little") + bytes(48)
@@ -227,7 +234,7 @@ async def test_graceful_close_flushes(transports: str, way: str) -> None:
             async with open_to_peer(way, worker, said) as endpoint:
                 with endpoint.attach(bytes.fromhex(said["descriptor"])) as memory:
                     for _ in range(100):
-                        await memory.add(1)
+                        await memory.atomic(ucp.AtomicOp.ADD, 1)
                     with trio.fail_after(15):
                         await (endpoint.flush() if way == "connection" else endpoint.aclose())
                 await peer.tell(["word", 0])
@@ -238,7 +245,7 @@ async def test_graceful_close_flushes(transports: str, way: str) -> None:
 async def test_atomics_end_with_their_endpoint(transports: str, way: str) -> None:
     async with open_endpoint_and_context(transports, way) as (endpoint, context):
         with context.register(bytearray(8)) as memory, endpoint.attach(memory.descriptor) as remote:
-            await remote.swap(5)
+            await remote.atomic(ucp.AtomicOp.SWAP, 5)
 
             async def use_until_closed() -> None:
                 with pytest.raises(trio.ClosedResourceError):
@@ -268,7 +275,7 @@ async def test_addresses_whose_uid_is_elsewhere(transports: str, monkeypatch: py
 @pytest.mark.parametrize(("transports", "way"), WAYS)
 async def test_stopped_peer(transports: str, way: str) -> None:
     async with open_owner(transports, way, 8, "registered") as (peer, endpoint, memory):
-        await memory.swap(5)
+        await memory.atomic(ucp.AtomicOp.SWAP, 5)
         await peer.stop()
         try:
             if "sm" not in transports:
@@ -298,15 +305,14 @@ async def test_killed_peer(transports: str, way: str) -> None:
                     async with trio.open_nursery() as nursery:
                         for _ in range(3):
                             nursery.start_soon(expect_broken, memory.fetch_add, 1)
-                        nursery.start_soon(expect_broken, memory.add, 1, 8)
+                        nursery.start_soon(expect_broken, memory.atomic, ucp.AtomicOp.ADD, 1, 8)
                         nursery.start_soon(expect_broken, memory.compare_swap, 1, 1, 16)
                         for _ in range(20):
                             await trio.sleep(0)
                         peer.signal(signal.SIGKILL)
-                calls: list[Any] = [memory.fetch_add, memory.add]
-                for call in calls:
+                for fetch in (True, False):
                     with pytest.raises(trio.BrokenResourceError):
-                        await call(1)
+                        await memory.atomic(ucp.AtomicOp.ADD, 1, fetch=fetch)
                 with pytest.raises(trio.BrokenResourceError):
                     await memory.flush()
                 memory.close()
@@ -328,8 +334,8 @@ async def test_one_client_after_another(transports: str) -> None:
 @pytest.mark.cut_off
 @pytest.mark.parametrize("transports", ["tcp", "sm,self"])
 @pytest.mark.parametrize("end", ["kill", "abort", "close"])
-@pytest.mark.parametrize("how", ["add", "fetch_add"])
-async def test_storm_against_a_stopped_peer(transports: str, end: str, how: str) -> None:
+@pytest.mark.parametrize("fetch", [False, True])
+async def test_storm_against_a_stopped_peer(transports: str, end: str, fetch: bool) -> None:
     """More are queued here than can be sent."""
     async with open_peer("owner", 8, "registered", transports=transports) as peer:
         said = await peer.hear()
@@ -344,7 +350,7 @@ async def test_storm_against_a_stopped_peer(transports: str, end: str, how: str)
                 async def storm() -> None:
                     try:
                         while True:
-                            await getattr(memory, how)(1)
+                            await memory.atomic(ucp.AtomicOp.ADD, 1, fetch=fetch)
                     except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
                         ended.append(error)
 
@@ -401,7 +407,7 @@ async def test_closed_memory_is_refused(transports: str, way: str) -> None:
             with pytest.raises(trio_ucx.UCXError, match="refused") as caught:
                 await remote.fetch_add(1)
             assert caught.value.status is ucp.Status.NO_ELEM
-            await remote.add(1)
+            await remote.atomic(ucp.AtomicOp.ADD, 1)
             with pytest.raises(trio_ucx.UCXError, match="refused"):
                 await remote.flush()
             await remote.flush()
@@ -424,7 +430,7 @@ async def test_a_fence_orders_puts_and_atomics(transports: str) -> None:
                     nursery.start_soon(remote.put, bytes([number]) * size)
                     await trio.testing.wait_all_tasks_blocked(0.0001)
                     endpoint.worker.fence()
-                    nursery.start_soon(remote.add, 1)
+                    nursery.start_soon(remote.atomic, ucp.AtomicOp.ADD, 1)
                     await trio.testing.wait_all_tasks_blocked(0.0001)
                     endpoint.worker.fence()
                     assert await remote.get(0, 8) == bytes([number + 1]) + bytes([number]) * 7
@@ -443,7 +449,7 @@ async def test_connections_with_atomics_leave_nothing(transports: str) -> None:
                 async with open_way(way, worker, owner) as endpoint:
                     with endpoint.attach(memory.descriptor) as remote, worker.new_chain() as chain:
                         await remote.fetch_add(1)
-                        added = chain.add(remote, 1)
+                        added = chain.atomic(remote, ucp.AtomicOp.ADD, 1)
                         (await chain.run())[added].unwrap()
 
             for _ in range(5):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from outcome import Error, Value
 from remote import Ground, open_ground
 
+from trio_ucx import ucp
 from trio_ucx.testing import assert_no_live_handles
 from trio_ucx.ucp import chains
 
@@ -182,7 +183,7 @@ class Maker:
             if kind == "put":
                 step.offset = self.small(NBYTES - 1) if self.ordered else ("const", OWN + 16 * number)
         elif kind == "atomic":
-            step.atomic = rng.choice(["fetch_add", "fetch_and", "fetch_or", "fetch_xor", "swap", "compare_swap"])
+            step.atomic = rng.choice([*ucp.AtomicOp.__members__, "fetch_add", "compare_swap"])
             step.bits = rng.choice([32, 64])
             step.size = step.bits // 8
             step.offset = ("*", self.small(NBYTES // step.size - 1), ("const", step.size))
@@ -415,10 +416,11 @@ class Model:
         old = int.from_bytes(self.memory[place : place + size], "little")
         new = {
             "fetch_add": old + value,
-            "fetch_and": old & value,
-            "fetch_or": old | value,
-            "fetch_xor": old ^ value,
-            "swap": value,
+            "ADD": old + value,
+            "AND": old & value,
+            "OR": old | value,
+            "XOR": old ^ value,
+            "SWAP": value,
             "compare_swap": swapped if old == value else old,
         }[step.atomic]
         self.memory[place : place + size] = (new % 2**step.bits).to_bytes(size, "little")
@@ -517,9 +519,13 @@ class Builder:
         elif step.kind == "check":
             chain.check(**options)
         elif step.kind == "atomic":
-            values = [self.expression(step.value)]
-            values += [self.expression(step.swapped)] if step.atomic == "compare_swap" else []
-            getattr(chain, step.atomic)(remote, *values, offset, bits=step.bits, **options)
+            value = self.expression(step.value)
+            if step.atomic == "compare_swap":
+                chain.compare_swap(remote, value, self.expression(step.swapped), offset, bits=step.bits, **options)
+            elif step.atomic == "fetch_add":
+                chain.fetch_add(remote, value, offset, bits=step.bits, **options)
+            else:
+                chain.atomic(remote, ucp.AtomicOp[step.atomic], value, offset, bits=step.bits, **options)
         else:
             options["next_offset"] = lambda node: self.expression(step.next, node)
             if step.until is not None:

@@ -309,6 +309,11 @@ async def test_wrong_arguments(ground: Ground) -> None:
     word = chain.get(ground.remote, 0, 8)
     with pytest.raises(TypeError, match="the value must be an integer, not NoneType"):
         chain.compare_swap(ground.remote, 1, None)
+    for wrong in ("ADD", 0, None, ucp.Access.ATOMIC):
+        with pytest.raises(TypeError, match=r"an AtomicOp \(ADD, .*compare_swap\(\)"):
+            chain.atomic(ground.remote, wrong, 1)
+    with pytest.raises(ValueError, match="32 or 64"):
+        chain.atomic(ground.remote, ucp.AtomicOp.OR, 1, bits=16)
     with pytest.raises(TypeError, match="a request, its id, or several"):
         chain.check(word.u64() == 1, after=3.5)
     with pytest.raises(TypeError, match="compared with an int"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import types
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -667,18 +668,14 @@ async def use_remote_memory(stage: Stage) -> None:
                 await remote.flush()
 
 
-@calls(
-    *(f"RemoteMemory.{name}" for name in ("add", "and_", "or_", "xor", "swap", "compare_swap")),
-    *(f"RemoteMemory.fetch_{name}" for name in ("add", "and", "or", "xor")),
-)
+@calls("RemoteMemory.atomic", "RemoteMemory.fetch_add", "RemoteMemory.compare_swap")
 async def use_atomics(stage: Stage) -> None:
     with stage.worker.context.allocate(8) as memory, stage.raw_client.attach(memory.descriptor) as remote:
-        for one in (remote.add, remote.and_, remote.or_, remote.xor, remote.swap):
+        for op, fetch in itertools.product(ucp.AtomicOp, (False, True)):
             with assert_checkpoints():
-                await one(1)
-        for one in (remote.fetch_add, remote.fetch_and, remote.fetch_or, remote.fetch_xor):
-            with assert_checkpoints():
-                await one(1)
+                await remote.atomic(op, 1, fetch=fetch)
+        with assert_checkpoints():
+            await remote.fetch_add(1)
         with assert_checkpoints():
             await remote.compare_swap(1, 2)
         await remote.flush()
@@ -781,7 +778,6 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
                 address = closed.address
             stream = trio_ucx.anyio.UCXStream(client)
             buffer = bytearray(8)
-            atomics = ("add", "and_", "or_", "xor", "fetch_add", "fetch_and", "fetch_or", "fetch_xor", "swap")
             yield {
                 "Channel.__anext__": lambda: anext(aiter(channel)),
                 "Channel.receive": channel.receive,
@@ -789,7 +785,6 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
                 "Channel.send": lambda: channel.send(b"data"),
                 "Connection.receive_any": client.receive_any,
                 "Conversations.__anext__": lambda: anext(client.conversations()),
-                **{f"RemoteMemory.{name}": partial(getattr(memory, name), 1) for name in atomics},
                 "ActiveMessage.receive": message.receive,
                 "ActiveMessage.receive_into": lambda: message.receive_into(buffer),
                 "ActiveMessages.receive": active.receive,
@@ -818,7 +813,9 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
                 "Messages.__anext__": lambda: anext(client.messages()),
                 "RawListener.__anext__": lambda: anext(aiter(stage.raw_listener)),
                 "RawListener.accept_request": stage.raw_listener.accept_request,
+                "RemoteMemory.atomic": lambda: memory.atomic(ucp.AtomicOp.ADD, 1),
                 "RemoteMemory.compare_swap": lambda: memory.compare_swap(1, 2),
+                "RemoteMemory.fetch_add": lambda: memory.fetch_add(1),
                 "RemoteMemory.flush": memory.flush,
                 "RemoteMemory.get": memory.get,
                 "RemoteMemory.get_into": lambda: memory.get_into(buffer),

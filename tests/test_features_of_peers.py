@@ -175,7 +175,7 @@ async def get_in_chain(remote: ucp.RemoteMemory, end: End, data: bytearray) -> N
 
 
 async def add(remote: ucp.RemoteMemory, end: End, data: bytearray) -> None:
-    await remote.add(1)
+    await remote.atomic(ucp.AtomicOp.ADD, 1)
     await remote.flush()
     end.endpoint.worker.fence()
 

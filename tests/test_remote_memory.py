@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import attrs
@@ -287,10 +288,14 @@ async def test_access(worker: ucp.Worker) -> None:
                 memory.memoryview[:] = bytes(64)
                 with endpoint.attach(memory.descriptor) as remote:
                     assert memory.access == remote.access == access
+                    add = partial(remote.atomic, ucp.AtomicOp.ADD, 0)
                     for right, calls in (
                         (ucp.Access.READ, [remote.get, lambda: remote.get_into(bytearray(1))]),
                         (ucp.Access.WRITE, [lambda: remote.put(b"\0")]),
-                        (ucp.Access.ATOMIC, [lambda: remote.add(0), lambda: remote.compare_swap(1, 1)]),
+                        (
+                            ucp.Access.ATOMIC,
+                            [lambda: remote.fetch_add(0), lambda: remote.compare_swap(1, 1), add],
+                        ),
                     ):
                         for call in calls:
                             if right in access:
@@ -322,8 +327,8 @@ async def test_without_the_features() -> None:
                     await remote.get_into(buffer)
                 assert_free(buffer)
                 with pytest.raises(RuntimeError, match="Feature.AMO32"):
-                    await remote.add(1, bits=32)
-                await remote.swap(5)
+                    await remote.atomic(ucp.AtomicOp.ADD, 1, bits=32)
+                await remote.atomic(ucp.AtomicOp.SWAP, 5)
                 assert await remote.fetch_add(1) == 5
 
 
@@ -336,7 +341,7 @@ async def test_closed_things(worker: ucp.Worker) -> None:
             lambda: remote.put(b"12345678"),
             remote.flush,
             lambda: remote.fetch_add(1),
-            lambda: remote.add(1),
+            lambda: remote.atomic(ucp.AtomicOp.ADD, 1),
         ]
 
     memory = worker.context.allocate(8)

@@ -890,9 +890,9 @@ async def atomics(transports: str, spin: float | None) -> AsyncIterator[Begin]:
         def begin(number: int) -> Attempt:
             async def operation() -> None:
                 nonlocal least, most
-                for function in (remote.fetch_add, remote.add, remote.fetch_add):
+                for fetch in (True, False, True):
                     most += 1
-                    await function(1)
+                    await remote.atomic(ucp.AtomicOp.ADD, 1, fetch=fetch)
                     least += 1
 
             async def again() -> None:

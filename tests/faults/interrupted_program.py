@@ -306,7 +306,7 @@ async def remote_memory(transports: str) -> None:
                     await remote.put(pattern(69_000), 8)
                     await remote.flush()
                     assert await remote.get(8, 69_000) == pattern(69_000)
-                    await remote.add(5)
+                    await remote.atomic(ucp.AtomicOp.ADD, 5)
                     assert await remote.fetch_add(1) >= 0
 
 

@@ -41,7 +41,7 @@ from ._memory.registered import Access, Memory, MemoryDescriptor
 from ._memory.strided import Strided
 from ._quirks.releases import warn_if_unknown as _warn_if_unknown
 from ._requests import Request, RequestCancelled, RequestGroup
-from ._rma.remote_memory import RemoteMemory
+from ._rma.remote_memory import AtomicOp, RemoteMemory
 from ._status import Status
 from ._stream import StreamData
 from ._tag import TagMessage
@@ -55,6 +55,7 @@ __all__ = [
     "ActiveMessage",
     "ActiveMessages",
     "ActiveMessagesStatistics",
+    "AtomicOp",
     "CloseMode",
     "ConnectionRequest",
     "Context",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import attrs
 import trio
@@ -23,6 +24,27 @@ from .._process import NOBODY
 from .._status import Status, UCXError
 from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
 from .access_paths import AccessPath, Key, connect, find_access_path, refusal, try_connect
+
+
+class AtomicOp(enum.IntEnum):
+    """What :meth:`RemoteMemory.atomic` does to an integer, with an operand (``ucp_atomic_op_t``).
+
+    ADD, and the bitwise AND, OR and XOR, combine the two. SWAP stores the operand. For compare-and-swap, which has two
+    operands, see :meth:`RemoteMemory.compare_swap`.
+    """
+
+    ADD = lib.TU_ATOMIC_ADD
+    AND = lib.TU_ATOMIC_AND
+    OR = lib.TU_ATOMIC_OR
+    XOR = lib.TU_ATOMIC_XOR
+    SWAP = lib.TU_ATOMIC_SWAP
+
+
+def no_atomic_op(op: object) -> TypeError:
+    """The error for an ``op`` that is no :class:`AtomicOp`. Callers check that themselves, to save a call."""
+    return TypeError(
+        f"op must be an AtomicOp (ADD, AND, OR, XOR or SWAP), not {op!r}; for compare-and-swap call compare_swap()"
+    )
 
 
 class _Transfer(Operation):
@@ -63,9 +85,9 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     Offsets are in bytes from its beginning; whatever would reach beyond its end is refused. A put that has returned has
     left our memory, not yet reached the peer's: :meth:`flush` says when it has.
 
-    What has returned without waiting for the owner (a put, :meth:`add`) may be overtaken by what is posted after it:
-    :meth:`Worker.fence` orders them. Atomics use the CPU's atomic instructions. So they are atomic with respect to all
-    others of the same width, the owner's own included.
+    What has returned without waiting for the owner (a put, an atomic that fetches nothing) may be overtaken by what is
+    posted after it: :meth:`Worker.fence` orders them. Atomics use the CPU's atomic instructions. So they are atomic
+    with respect to all others of the same width, the owner's own included.
 
     UCX's own atomics are not used. Where this process has not mapped the memory, its owner does them, whose worker must
     progress. That needs ``Feature.AM`` in both contexts, and a descriptor with a token. So atomics are refused, with a
@@ -209,117 +231,72 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     # ---- atomics ----
 
+    @overload
+    async def atomic(
+        self, op: Literal[AtomicOp.SWAP], value: int, offset: int = 0, *, bits: int = 64, fetch: bool = False
+    ) -> int: ...
+    @overload
+    async def atomic(
+        self, op: AtomicOp, value: int, offset: int = 0, *, bits: int = 64, fetch: Literal[True]
+    ) -> int: ...
+    @overload
+    async def atomic(
+        self, op: AtomicOp, value: int, offset: int = 0, *, bits: int = 64, fetch: bool = False
+    ) -> int | None: ...
     @enable_ki_protection
-    async def add(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
-        """Adds to an integer of the peer's: by the processor, here or, after a message, at the owner (docs/ucp.md).
+    async def atomic(
+        self, op: AtomicOp, value: int, offset: int = 0, *, bits: int = 64, fetch: bool = False
+    ) -> int | None:
+        """Changes an integer of the peer's: by the processor, here or, after a message, at the owner (docs/ucp.md).
 
-        Returns before that has happened: :meth:`flush` waits for it, and raises an error if the owner refused it.
+        The operations are those of ``ucp_atomic_op_nbx``, which is not used itself. For compare-and-swap see
+        :meth:`compare_swap`.
 
         Args:
-            value: what to add; negative numbers as two's complement. The sum wraps around.
+            op: the operation.
+            value: its operand; negative numbers as two's complement. A sum wraps around.
             offset: where the integer is, a multiple of its size.
             bits: 64 or 32.
+            fetch: return the old value. ``AtomicOp.SWAP`` always does.
+
+        Returns:
+            The old value, unsigned, once the operation has happened. None if nothing is fetched, perhaps before the
+            operation has happened: :meth:`flush` waits for it, and raises an error if the owner refused it.
 
         Cancellation: it may or may not happen.
 
         Raises:
-            TypeError, ValueError: no integer, or out of range; beyond the end; not aligned; not allowed by
-                :attr:`access`; closed.
+            TypeError, ValueError: no :class:`AtomicOp`; no integer, or out of range; beyond the end; not aligned; not
+                allowed by :attr:`access`; closed.
             RuntimeError: the context was opened without ``Feature.AMO64`` (or ``AMO32``); or the memory is not mapped,
                 and its owner does no atomics for others (see :class:`RemoteMemory`).
             UCXError: the owner refused; if nothing is fetched, :meth:`flush` raises that. NO_ELEM: it has closed the
                 memory.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
-        await self._atomic(lib.TU_ATOMIC_ADD, value, None, offset, bits, fetch=False)
-
-    @enable_ki_protection
-    async def and_(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
-        """Bitwise and; otherwise as :meth:`add`.
-
-        Cancellation: as :meth:`add`.
-
-        Raises: as :meth:`add`.
-        """
-        await self._atomic(lib.TU_ATOMIC_AND, value, None, offset, bits, fetch=False)
-
-    @enable_ki_protection
-    async def or_(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
-        """Bitwise or; otherwise as :meth:`add`.
-
-        Cancellation: as :meth:`add`.
-
-        Raises: as :meth:`add`.
-        """
-        await self._atomic(lib.TU_ATOMIC_OR, value, None, offset, bits, fetch=False)
-
-    @enable_ki_protection
-    async def xor(self, value: int, offset: int = 0, *, bits: int = 64) -> None:
-        """Bitwise exclusive or; otherwise as :meth:`add`.
-
-        Cancellation: as :meth:`add`.
-
-        Raises: as :meth:`add`.
-        """
-        await self._atomic(lib.TU_ATOMIC_XOR, value, None, offset, bits, fetch=False)
+        if not isinstance(op, AtomicOp):
+            raise no_atomic_op(op)
+        fetch = fetch or op is AtomicOp.SWAP
+        old = await self._atomic(op, value, None, offset, bits, fetch=fetch)
+        return old if fetch else None
 
     @enable_ki_protection
     async def fetch_add(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
-        """Adds; returns what was there before, unsigned, once it has happened; otherwise as :meth:`add`.
+        """Adds to an integer, and returns the old value: :meth:`atomic` with ``AtomicOp.ADD`` and ``fetch=True``.
 
-        Cancellation: as :meth:`add`.
+        Cancellation: as :meth:`atomic`.
 
-        Raises: as :meth:`add`.
+        Raises: as :meth:`atomic`.
         """
         return await self._atomic(lib.TU_ATOMIC_ADD, value, None, offset, bits, fetch=True)
 
     @enable_ki_protection
-    async def fetch_and(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
-        """Bitwise and; returns what was there before; otherwise as :meth:`fetch_add`.
-
-        Cancellation: as :meth:`add`.
-
-        Raises: as :meth:`add`.
-        """
-        return await self._atomic(lib.TU_ATOMIC_AND, value, None, offset, bits, fetch=True)
-
-    @enable_ki_protection
-    async def fetch_or(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
-        """Bitwise or; returns what was there before; otherwise as :meth:`fetch_add`.
-
-        Cancellation: as :meth:`add`.
-
-        Raises: as :meth:`add`.
-        """
-        return await self._atomic(lib.TU_ATOMIC_OR, value, None, offset, bits, fetch=True)
-
-    @enable_ki_protection
-    async def fetch_xor(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
-        """Bitwise exclusive or; returns what was there before; otherwise as :meth:`fetch_add`.
-
-        Cancellation: as :meth:`add`.
-
-        Raises: as :meth:`add`.
-        """
-        return await self._atomic(lib.TU_ATOMIC_XOR, value, None, offset, bits, fetch=True)
-
-    @enable_ki_protection
-    async def swap(self, value: int, offset: int = 0, *, bits: int = 64) -> int:
-        """Stores ``value``; returns what was there before; otherwise as :meth:`fetch_add`.
-
-        Cancellation: as :meth:`add`.
-
-        Raises: as :meth:`add`.
-        """
-        return await self._atomic(lib.TU_ATOMIC_SWAP, value, None, offset, bits, fetch=True)
-
-    @enable_ki_protection
     async def compare_swap(self, expected: int, value: int, offset: int = 0, *, bits: int = 64) -> int:
-        """Stores ``value`` if ``expected`` is there; returns what was there before; otherwise as :meth:`fetch_add`.
+        """Stores ``value`` if ``expected`` is there. Returns the old value, as :meth:`atomic` with ``fetch=True``.
 
-        Cancellation: as :meth:`add`.
+        Cancellation: as :meth:`atomic`.
 
-        Raises: as :meth:`add`.
+        Raises: as :meth:`atomic`.
         """
         return await self._atomic(lib.TU_ATOMIC_COMPARE_SWAP, expected, value, offset, bits, fetch=True)
 

@@ -24,7 +24,7 @@ from .._memory.pointers import check_elements
 from .._memory.protocols import SupportsBuffer
 from .._memory.registered import Access
 from .._rma.access_paths import Key
-from .._rma.remote_memory import RemoteMemory
+from .._rma.remote_memory import AtomicOp, RemoteMemory, no_atomic_op
 from .._tag import check_tag
 from .._util import ALL_BITS, check_integer
 from ._builder import (
@@ -264,6 +264,35 @@ class RequestChain(ChainBuilder):
     # ---- atomics ----
 
     @enable_ki_protection
+    def atomic(
+        self,
+        remote: RemoteMemory | Choice,
+        op: AtomicOp,
+        value: Integer | int,
+        offset: Integer | int = 0,
+        *,
+        bits: int = 64,
+        **options: Unpack[RequestOptions],
+    ) -> ChainRequest:
+        """Changes an integer, as :meth:`RemoteMemory.atomic` with ``fetch=True``; the result is the old value.
+
+        Atomics of a chain always fetch: the answer says that they have happened, without a flush.
+
+        Args:
+            remote: where it is; see :class:`RemoteMemory` about atomics.
+            op: the operation.
+            value: its operand, of which the lowest ``bits`` are taken.
+            offset: where the integer is, a multiple of its size.
+            bits: 64 or 32.
+            **options: ``when``, ``on_false``, ``after``: see :class:`RequestChain`.
+
+        Raises: as :meth:`get`.
+        """
+        if not isinstance(op, AtomicOp):
+            raise no_atomic_op(op)
+        return self._atomic(f"atomic {op.name}", op, remote, (value,), offset, bits, options)
+
+    @enable_ki_protection
     def fetch_add(
         self,
         remote: RemoteMemory | Choice,
@@ -273,84 +302,11 @@ class RequestChain(ChainBuilder):
         bits: int = 64,
         **options: Unpack[RequestOptions],
     ) -> ChainRequest:
-        """Adds to an integer, as :meth:`RemoteMemory.add` does; its result is what was there before.
-
-        Args:
-            remote: where it is; see :class:`RemoteMemory` about atomics.
-            value: what to add, of which the lowest ``bits`` are taken.
-            offset: where the integer is, a multiple of its size.
-            bits: 64 or 32.
-            **options: ``when``, ``on_false``, ``after``: see :class:`RequestChain`.
+        """Adds to an integer: :meth:`atomic` with ``AtomicOp.ADD``.
 
         Raises: as :meth:`get`.
         """
         return self._atomic("fetch_add", lib.TU_ATOMIC_ADD, remote, (value,), offset, bits, options)
-
-    add = fetch_add  # an atomic that fetches is known to have happened without a flush
-
-    @enable_ki_protection
-    def fetch_and(
-        self,
-        remote: RemoteMemory | Choice,
-        value: Integer | int,
-        offset: Integer | int = 0,
-        *,
-        bits: int = 64,
-        **options: Unpack[RequestOptions],
-    ) -> ChainRequest:
-        """Bitwise and; otherwise as :meth:`fetch_add`.
-
-        Raises: as :meth:`get`.
-        """
-        return self._atomic("fetch_and", lib.TU_ATOMIC_AND, remote, (value,), offset, bits, options)
-
-    @enable_ki_protection
-    def fetch_or(
-        self,
-        remote: RemoteMemory | Choice,
-        value: Integer | int,
-        offset: Integer | int = 0,
-        *,
-        bits: int = 64,
-        **options: Unpack[RequestOptions],
-    ) -> ChainRequest:
-        """Bitwise or; otherwise as :meth:`fetch_add`.
-
-        Raises: as :meth:`get`.
-        """
-        return self._atomic("fetch_or", lib.TU_ATOMIC_OR, remote, (value,), offset, bits, options)
-
-    @enable_ki_protection
-    def fetch_xor(
-        self,
-        remote: RemoteMemory | Choice,
-        value: Integer | int,
-        offset: Integer | int = 0,
-        *,
-        bits: int = 64,
-        **options: Unpack[RequestOptions],
-    ) -> ChainRequest:
-        """Bitwise exclusive or; otherwise as :meth:`fetch_add`.
-
-        Raises: as :meth:`get`.
-        """
-        return self._atomic("fetch_xor", lib.TU_ATOMIC_XOR, remote, (value,), offset, bits, options)
-
-    @enable_ki_protection
-    def swap(
-        self,
-        remote: RemoteMemory | Choice,
-        value: Integer | int,
-        offset: Integer | int = 0,
-        *,
-        bits: int = 64,
-        **options: Unpack[RequestOptions],
-    ) -> ChainRequest:
-        """Stores ``value``; otherwise as :meth:`fetch_add`.
-
-        Raises: as :meth:`get`.
-        """
-        return self._atomic("swap", lib.TU_ATOMIC_SWAP, remote, (value,), offset, bits, options)
 
     @enable_ki_protection
     def compare_swap(
@@ -363,7 +319,7 @@ class RequestChain(ChainBuilder):
         bits: int = 64,
         **options: Unpack[RequestOptions],
     ) -> ChainRequest:
-        """Stores ``value`` if ``expected`` is there; otherwise as :meth:`fetch_add`.
+        """Stores ``value`` if ``expected`` is there; otherwise as :meth:`atomic`.
 
         Raises: as :meth:`get`.
         """
