@@ -81,7 +81,7 @@ async def raw(worker: ucp.Worker, endpoint: ucp.Endpoint, remote: ucp.RemoteMemo
     await endpoint.stream_receive(b"read-only")  # refused
     await worker.open_endpoint("host:9999", error_mode="peer")  # refused
     await worker.tag_receive(bytes(4), 5)  # refused
-    worker.open_active_messages(7, when_full="cut")  # refused
+    worker.open_active_messages(7, when_full="refuse")  # refused
     worker.context.register([bytearray(8)])  # refused
     await remote.put([b"several", b"buffers"])  # refused
     await remote.atomic("ADD", 1)  # refused

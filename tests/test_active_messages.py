@@ -36,7 +36,7 @@ from trio_ucx.ucp._engine import engine as _engine
 from trio_ucx.ucp._live_handles import live_handles
 
 AUTO, EAGER, RENDEZVOUS = ucp.SendProtocol
-HOLD, REFUSE, CUT = ucp.WhenFull
+HOLD, REFUSE = ucp.WhenFull
 
 #: On both sides of what UCX sends at once, and of its rendezvous (RNDV_THRESH is 65 KiB).
 SIZES = [0, 1, 4095, 4096, 8191, 65535, 65536, 66559, 66560, 2**20]
@@ -427,10 +427,9 @@ async def test_dropped_messages_are_logged(
     assert {record.levelname for record in caplog.records if "dropped" in record.getMessage()} == {"WARNING"}
 
 
-@pytest.mark.parametrize("when_full", [REFUSE, CUT])
-async def test_refuse(worker: ucp.Worker, when_full: ucp.WhenFull) -> None:
+async def test_refuse(worker: ucp.Worker) -> None:
     async with open_raw_pair(worker) as (client, server):
-        with worker.open_active_messages(3, max_messages=1, when_full=when_full) as queue, trio.fail_after(20):
+        with worker.open_active_messages(3, max_messages=1, when_full=REFUSE) as queue, trio.fail_after(20):
             await full_queue(client, queue)
             for size in (0, 10, 100_000):
                 buffer = bytearray(size)
@@ -444,28 +443,6 @@ async def test_refuse(worker: ucp.Worker, when_full: ucp.WhenFull) -> None:
             assert client.alive and server.alive
             assert await queue.receive_nowait().receive() == b"first"
             assert await (await exchange(client, queue, b"next")).receive() == b"next"
-
-
-async def test_cut_closes_the_endpoint_that_it_came_by(worker: ucp.Worker) -> None:
-    async with open_raw_pair(worker) as (client, server), open_raw_pair(worker) as (other, other_server):
-        with worker.open_active_messages(3, max_messages=1, when_full=CUT) as queue, trio.fail_after(20):
-            await full_queue(other, queue)
-            for _ in range(300):  # far more than what would be needed
-                with trio.move_on_after(20):
-                    try:
-                        await client.am_send(3, b"too many", reply=True)
-                    except trio.BrokenResourceError:
-                        break
-            await until(lambda: not server.alive)
-            with pytest.raises(trio.BrokenResourceError) as caught:
-                await server.tag_send(b"x", 1)
-            assert isinstance(caught.value.__cause__, trio_ucx.UCXError)
-            assert caught.value.__cause__.status is ucp.Status.EXCEEDS_LIMIT
-            await until(lambda: not client.alive)
-            assert other.alive and other_server.alive
-            assert await queue.receive_nowait().receive() == b"first"
-            assert await (await exchange(other, queue, b"next")).receive() == b"next"
-            assert queue.statistics().dropped >= 1
 
 
 async def test_empty_queue_takes_anything(worker: ucp.Worker) -> None:

@@ -135,7 +135,7 @@ def test_messages_are_announced_after_a_reservation_failed(sides: tuple[Side, Si
     def send() -> None:
         assert lib.tu_am_send(sender.endpoint, 5, ffi.NULL, 0, sent.native, False, lib.TU_AM_SEND_EAGER) >= 0
 
-    assert lib.tu_am_open(receiver.worker, 1, 5, 100, 100_000, False, False, out) == Status.OK
+    assert lib.tu_am_open(receiver.worker, 1, 5, 100, 100_000, False, out) == Status.OK
     queue = out[0]
     send()
     assert [record[1] for record in until(of_kind(receiver, lib.TU_RECORD_AM), sender)] == [1]
@@ -157,7 +157,7 @@ def test_messages_are_announced_after_a_reservation_failed(sides: tuple[Side, Si
 def test_queue_is_closed_after_a_reservation_failed(sides: tuple[Side, Side]) -> None:
     sender, receiver = sides
     out, sent = ffi.new("tu_am_queue_t **"), buffers(b"12345678")
-    assert lib.tu_am_open(receiver.worker, 1, 5, 100, 100_000, False, False, out) == Status.OK
+    assert lib.tu_am_open(receiver.worker, 1, 5, 100, 100_000, False, out) == Status.OK
     assert lib.tu_am_send(sender.endpoint, 5, ffi.NULL, 0, sent.native, False, lib.TU_AM_SEND_EAGER) >= 0
     until(of_kind(receiver, lib.TU_RECORD_AM), sender)
     posted = receiver.fill()

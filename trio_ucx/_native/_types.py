@@ -41,7 +41,6 @@ class Lib(Protocol):
     TU_RECORD_AM: int
     TU_RECORD_DROPS: int
     TU_RECORD_STREAM: int
-    TU_RECORD_CUT: int
     TU_RECORD_PACKED: int
     TU_RECORD_UNUSED: int
     TU_RECORD_CONCLUDED: int
@@ -220,7 +219,6 @@ class Lib(Protocol):
         max_messages: int,
         max_bytes: int,
         refuse: bool,
-        cut: bool,
         out: CData,
         /,
     ) -> int: ...

@@ -19,7 +19,6 @@ struct tu_am_queue {
     size_t max_messages;
     size_t max_bytes;
     bool refuse;               /* a rendezvous that finds the queue full is refused; else it is queued all the same */
-    bool cut;                  /* an eager message that finds it full ends the endpoint that it came from, if known */
     bool announced;            /* Python knows that there are messages; else room for the record is reserved */
     tu_hook_t retry;           /* added while Python waits for a record and no room could be reserved for it */
     tu_list_t messages;
@@ -91,7 +90,7 @@ static unsigned reserve_again(tu_hook_t *hook)
 }
 
 /* A message that finds the queue full. */
-static ucs_status_t turn_away(tu_am_queue_t *queue, uint64_t sender, bool rendezvous)
+static ucs_status_t turn_away(tu_am_queue_t *queue, bool rendezvous)
 {
     if (rendezvous) {
         queue->counts.refused++;
@@ -101,9 +100,6 @@ static ucs_status_t turn_away(tu_am_queue_t *queue, uint64_t sender, bool rendez
     if (tu_now() >= queue->next_report && tu_ring_has_slack(queue->worker)) {
         queue->next_report = tu_now() + DROPS_INTERVAL;
         tu_ring_append(queue->worker, TU_RECORD_DROPS, queue->id, UCS_OK, 0, 0, 0);
-    }
-    if (queue->cut && sender != 0 && tu_ring_has_slack(queue->worker)) {
-        tu_ring_append(queue->worker, TU_RECORD_CUT, sender, UCS_ERR_EXCEEDS_LIMIT, 0, 0, 0);
     }
     return UCS_OK;
 }
@@ -115,7 +111,6 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
     bool rendezvous      = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
     bool borrowed        = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_DATA) != 0 && !rendezvous && length >= BORROW_FROM;
     size_t copied        = rendezvous || borrowed ? 0 : length;
-    uint64_t sender      = tu_am_sender(queue->worker, param);
     size_t bytes         = MESSAGE_OVERHEAD + header_length + (rendezvous ? 0 : length);
     bool full            = queue->counts.messages >= queue->max_messages ||
                            queue->counts.bytes + bytes > queue->max_bytes;
@@ -126,16 +121,16 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
         full = false; /* otherwise a message longer than the limit could never be received */
     }
     if (full && !(rendezvous && !queue->refuse)) {
-        return turn_away(queue, sender, rendezvous);
+        return turn_away(queue, rendezvous);
     }
     queued = tu_malloc(sizeof(*queued) + header_length + copied);
     if (queued == NULL) {
-        return turn_away(queue, sender, rendezvous);
+        return turn_away(queue, rendezvous);
     }
     behind          = (char *)(queued + 1);
     queued->message = (tu_am_message_t){
         .kind          = rendezvous ? TU_AM_RENDEZVOUS : borrowed ? TU_AM_BORROWED : TU_AM_COPIED,
-        .endpoint      = sender,
+        .endpoint      = tu_am_sender(queue->worker, param),
         .length        = length,
         .header_length = header_length,
         .header        = behind,
@@ -182,7 +177,7 @@ ucs_status_t tu_am_handle(tu_worker_t *worker, unsigned am_id, ucp_am_recv_callb
 }
 
 int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_messages, size_t max_bytes, bool refuse,
-               bool cut, tu_am_queue_t **out)
+               tu_am_queue_t **out)
 {
     tu_am_queue_t *queue = tu_calloc(1, sizeof(*queue));
     ucs_status_t status;
@@ -196,7 +191,6 @@ int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_mess
     queue->max_messages = max_messages;
     queue->max_bytes    = max_bytes;
     queue->refuse       = refuse;
-    queue->cut          = cut;
     tu_list_init(&queue->messages);
     tu_hook_init(&queue->retry, reserve_again);
     if (!tu_ring_reserve(worker)) {

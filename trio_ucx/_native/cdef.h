@@ -21,15 +21,14 @@ typedef struct tu_am_queue tu_am_queue_t;
 #define TU_RECORD_REQUEST 3    /* id, pointer: a listener got a connection request */
 #define TU_RECORD_AM 4         /* id: a queue of active messages is no longer empty */
 #define TU_RECORD_STREAM 5     /* id, length, pointer: an endpoint received a piece of its stream */
-#define TU_RECORD_CUT 6        /* id, status: an endpoint must be closed because of what its peer sent */
-#define TU_RECORD_PACKED 7     /* id, status, length, tag, pointer: packed messages of a Connection arrived, or one
+#define TU_RECORD_PACKED 6     /* id, status, length, tag, pointer: packed messages of a Connection arrived, or one
                                   that could not be received (status). They are `id` messages of `length` bytes each,
                                   one after the other, from the offset `pointer` of the arena on, until the worker is
                                   progressed again */
-#define TU_RECORD_UNUSED 8     /* memory that was withdrawn from peers is no longer in use */
-#define TU_RECORD_CONCLUDED 9  /* id, status: what came of an operation is known, but UCX still has some of its memory.
+#define TU_RECORD_UNUSED 7     /* memory that was withdrawn from peers is no longer in use */
+#define TU_RECORD_CONCLUDED 8  /* id, status: what came of an operation is known, but UCX still has some of its memory.
                                   The operation's own record follows */
-#define TU_RECORD_DROPS 10     /* id: a queue of active messages drops some; at most one record a minute for each */
+#define TU_RECORD_DROPS 9      /* id: a queue of active messages drops some; at most one record a minute for each */
 
 #define TU_SMALL_MESSAGE 1024  /* the longest message that is packed */
 #define TU_ARENA 65536         /* bytes of the arena, where packed messages are */
@@ -333,7 +332,7 @@ int64_t tu_long_send(tu_endpoint_t *endpoint, const tu_buffers_t *buffers, size_
 
 /* active_messages.c */
 int tu_am_open(tu_worker_t *worker, uint64_t id, unsigned am_id, size_t max_messages, size_t max_bytes, bool refuse,
-               bool cut, tu_am_queue_t **out);
+               tu_am_queue_t **out);
 tu_am_message_t *tu_am_next(tu_am_queue_t *queue);
 void tu_am_counts(tu_am_queue_t *queue, tu_am_counts_t *out);
 void tu_am_close(tu_am_queue_t *queue);

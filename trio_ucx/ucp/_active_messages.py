@@ -32,14 +32,12 @@ class WhenFull(enum.Enum):
     """What becomes of a message that finds its receiver's queue full.
 
     HOLD keeps a rendezvous (its data stays with the sender, which waits) and drops an eager message. REFUSE fails a
-    rendezvous at its sender, and drops an eager message: there is no way to tell an eager sender. CUT does the same,
-    and closes the endpoint that an eager message came by, if its sender asked for a reply (else UCX does not say where
-    it came from). What is dropped is counted, and logged: a WARNING for each queue and minute.
+    rendezvous at its sender, and drops an eager message: there is no way to tell an eager sender. What is dropped is
+    counted, and logged: a WARNING for each queue and minute.
     """
 
     HOLD = "hold"
     REFUSE = "refuse"
-    CUT = "cut"
 
 
 @attrs.frozen
@@ -82,8 +80,8 @@ class ActiveMessages(metaclass=OpenedNotConstructed):
         engine = self._engine
         self._key = engine.next_id()
         out = ffi.new("tu_am_queue_t **")
-        refuse, cut = when_full is not WhenFull.HOLD, when_full is WhenFull.CUT
-        status = lib.tu_am_open(engine.handle, self._key, self._id, max_messages, max_bytes, refuse, cut, out)
+        refuse = when_full is WhenFull.REFUSE
+        status = lib.tu_am_open(engine.handle, self._key, self._id, max_messages, max_bytes, refuse, out)
         if status != Status.OK:
             raise UCXError(status, f"opening active messages with id {self._id}")
         self._handle = out[0]

@@ -110,7 +110,7 @@ def _failed(engine: Engine, kind: int, id: int, tag: int, error: BaseException) 
 
 
 def _deliver_rare(engine: Engine, kind: int, id: int, status: int, length: int, pointer: int) -> None:
-    if kind in (lib.TU_RECORD_FAILURE, lib.TU_RECORD_CUT):
+    if kind == lib.TU_RECORD_FAILURE:
         engine.failures.append((id, status))  # after the messages that had arrived by then
     elif kind == lib.TU_RECORD_REQUEST:
         listener = engine.receivers.listeners.get(id)
