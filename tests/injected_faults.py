@@ -6,7 +6,8 @@ Tests of what users can do need none of these. The functions that take a ``monke
 from __future__ import annotations
 
 import errno
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -102,6 +103,26 @@ def lose_completions(worker: ucp.Worker) -> None:
     """UCX never completes an operation again."""
     engine = internals(worker)
     engine.in_flight = _NeverEnding(engine.in_flight)
+
+
+class Unrecording(dict[int, Any]):
+    """Operations in flight, to which none can be added for lack of memory."""
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        raise MemoryError
+
+
+@contextmanager
+def no_memory_to_record(engine: Any) -> Iterator[None]:
+    """The library finds no memory to record the operations that UCX begins meanwhile."""
+    recorded = engine.in_flight
+    engine.in_flight = Unrecording(recorded)
+    try:
+        yield
+    finally:
+        recorded.clear()
+        recorded.update(engine.in_flight)  # without those that have ended
+        engine.in_flight = recorded
 
 
 def fail_flushes(monkeypatch: pytest.MonkeyPatch, status: ucp.Status) -> None:

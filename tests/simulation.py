@@ -33,6 +33,7 @@ from trio_ucx.ucp import Status
 from trio_ucx.ucp._engine.dispatch import deliver, deliver_failures
 from trio_ucx.ucp._engine.ending import CloseState
 from trio_ucx.ucp._engine.endpoint_core import EndpointCore
+from trio_ucx.ucp._engine.engine import Engine
 from trio_ucx.ucp._engine.operations import Operation, OperationSet
 from trio_ucx.ucp._engine.share import Share
 from trio_ucx.ucp._engine.teardown import Teardown
@@ -108,6 +109,7 @@ class SimulatedEngine:
 
     usable = True
     handle: Any = "worker"
+    adopt = Engine.adopt
     peer_is_hostile = False
     broken: Exception | None = None
     context = SimpleNamespace(features=Feature.TAG, rendezvous_threshold=None)
@@ -139,8 +141,10 @@ class SimulatedEngine:
         return self._last_id
 
     def complete(self, id: int, status: int) -> None:
-        operation = self.in_flight.pop(id)
-        operation.complete(status, 0, 0)
+        if id in self.teardown.unrecorded:
+            del self.teardown.unrecorded[id]
+        else:
+            self.in_flight.pop(id).complete(status, 0, 0)
 
     def check(self) -> None:
         pass
@@ -164,9 +168,6 @@ class SimulatedEngine:
 
     def watch_events(self) -> None:
         pass
-
-    def keep(self, id: int, what: object) -> None:
-        self.teardown.unrecorded[id] = what
 
     def internal_error(self, error: BaseException) -> None:
         self.errors.append(error)

@@ -19,7 +19,8 @@ from unittest import mock
 
 import pytest
 import trio
-from helpers import SANITIZED, open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import SANITIZED, assert_pinned, is_free, open_pair, open_peer, open_raw_pair, pattern, until
+from injected_faults import no_memory_to_record
 from refused_memory import few_allocations
 from remote import for_ucx
 
@@ -28,6 +29,92 @@ from trio_ucx import ucp
 from trio_ucx._link import receiving, sending
 from trio_ucx.testing import internals
 from trio_ucx.ucp._live_handles import live_handles
+
+# ---- no memory to record an operation ----
+
+UNRECORDED = "no memory to record an operation that UCX has begun"
+
+
+async def test_raw_send_that_is_not_recorded_keeps_its_buffer(worker: ucp.Worker) -> None:
+    """It arrives: a MemoryError would say that it was not sent. So it is for an active message."""
+    async with open_raw_pair(worker) as (client, _), worker.open_active_messages(3) as queue:
+        with trio.fail_after(15):
+            for send in (partial(client.tag_send, tag=5), partial(client.am_send, 3)):
+                data, buffer = bytearray(pattern(LONG)), bytearray(LONG)
+                with no_memory_to_record(internals(worker)), pytest.raises(RuntimeError, match=UNRECORDED):
+                    await send(data)
+                assert_pinned(data)
+                if send.func == client.tag_send:
+                    await worker.tag_receive(buffer, 5)
+                else:
+                    await (await queue.receive()).receive_into(buffer)
+                assert buffer == pattern(LONG)
+                await until(lambda data=data: is_free(data))
+            assert not internals(worker).teardown.unrecorded
+
+
+async def test_raw_receive_that_is_not_recorded_keeps_its_buffer(worker: ucp.Worker) -> None:
+    async with open_raw_pair(worker) as (client, _):
+        with trio.fail_after(15):
+            buffer = bytearray(LONG)
+            with no_memory_to_record(internals(worker)), pytest.raises(RuntimeError, match=UNRECORDED):
+                await worker.tag_receive(buffer, 5)
+            assert_pinned(buffer)
+            await client.tag_send(pattern(LONG), 5)
+            await until(lambda: is_free(buffer))
+            assert buffer == pattern(LONG)
+
+            buffer = bytearray(LONG)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.tag_send, pattern(LONG), 6)
+                message = await probed(worker, 6)
+                with no_memory_to_record(internals(worker)), pytest.raises(RuntimeError, match=UNRECORDED):
+                    await worker.tag_receive_message(message, buffer)
+                with pytest.raises(ValueError, match="each can be received once"):
+                    await worker.tag_receive_message(message, bytearray(LONG))
+            await until(lambda: is_free(buffer))
+            assert buffer == pattern(LONG)
+
+
+async def probed(worker: ucp.Worker, tag: int) -> ucp.TagMessage:
+    """A message that was taken off UCX's queue."""
+    await worker.tag_wait(tag)
+    message = worker.tag_probe(tag, remove=True)
+    assert message is not None
+    return message
+
+
+async def test_send_that_is_not_recorded_keeps_its_buffer(worker: ucp.Worker) -> None:
+    """It arrives, and the connection goes on."""
+    async with open_pair(worker) as (client, server):
+        with trio.fail_after(15):
+            data = bytearray(pattern(LONG))
+            with no_memory_to_record(internals(worker)), pytest.raises(RuntimeError, match=UNRECORDED):
+                await client.send(data)
+            assert_pinned(data)
+            assert await server.receive() == pattern(LONG)
+            await until(lambda: is_free(data))
+            await client.send(b"next")
+            assert await server.receive() == b"next"
+            await client.aclose()
+
+
+async def test_receive_that_is_not_recorded_keeps_its_buffer(worker: ucp.Worker) -> None:
+    """A MemoryError would say that the message can be received again, or was dropped."""
+    async with open_pair(worker) as (client, server):
+        with trio.fail_after(15):
+            buffer = bytearray(LONG)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.send, pattern(LONG))
+                await until(lambda: server.statistics().held > 0)
+                with no_memory_to_record(internals(worker)), pytest.raises(RuntimeError, match=UNRECORDED):
+                    await server.receive_into(buffer)
+                assert_pinned(buffer)
+            await until(lambda: not internals(worker).teardown.unrecorded)
+            assert bytes(buffer) == pattern(LONG)
+            client.abort()
+            server.abort()
+
 
 # ---- no memory for a message ----
 

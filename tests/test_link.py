@@ -16,6 +16,7 @@ import trio
 from helpers import check_stream, numbered_write
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from injected_faults import no_memory_to_record
 from outcome import Error, Value
 from simulation import World, simulated
 
@@ -571,6 +572,26 @@ def test_transfers_look_at_the_tag_queues_only_when_an_acknowledgement_is_owed(
     assert b.link.life.peer is Peer.ACKNOWLEDGED
     world.run(act=True)
     assert a.link.life.closed and a.clean
+
+
+@pytest.mark.parametrize("queue", [0, wire.CONTROL])
+def test_bytes_whose_send_is_not_recorded_are_kept(world: World, queue: int) -> None:
+    """UCX has begun it, and reads them until it has completed it."""
+    a, _ = world.sides
+    a.transport.busy = True
+    sending = a.link.sending
+    data = b"x" * 2000
+    frame = wire.Stalled(0)
+    with no_memory_to_record(a.engine), pytest.raises(RuntimeError, match="no memory to record"):
+        if queue == wire.CONTROL:
+            sending.post_frame(frame)
+        else:
+            sending.send_short(queue, data)
+    [(_, arguments)] = a.engine.teardown.unrecorded.values()
+    assert (wire.encode_frame(frame) if queue == wire.CONTROL else data) in arguments
+    assert not a.engine.in_flight
+    a.transport.deliver(8)
+    assert not a.engine.teardown.unrecorded
 
 
 def test_nothing_is_received_after_an_internal_error_has_ended_receives(world: World) -> None:

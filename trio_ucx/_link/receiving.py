@@ -419,31 +419,27 @@ class Receiving:
 
     def move(self, message: Message, receive: Receive | None) -> None:
         """See :class:`_tag_queue.Mover`."""
-        memory = contents = None
+        fresh, contents = receive is None, None
         if receive is None:
             contents = new_bytes(message.length)
-            pins = memory = Pinned(contents)
+            pins = Pinned(contents)
         else:
             assert isinstance(receive, PendingReceive) and receive.pins is not None
             pins = receive.pins
         verdict = self.transport.receive(message.handle, pins)
         if verdict == Status.NO_MEMORY:  # nothing has happened
-            if memory is not None:
-                memory.release()
+            if fresh:
+                pins.release()
             raise error_from_status(verdict, "receiving a message", self.share.ending.origin)
         message.handle = max(verdict, 0)
         message.contents = contents
         message.state = State.READY if verdict == 0 else State.MOVING
         if verdict > 0:
-            try:
-                Transfer(self, verdict, message, memory)
-            except BaseException as error:
-                self.engine.keep(verdict, (pins, message))
-                raise RuntimeError("an operation that UCX has begun could not be recorded") from error
+            self.engine.adopt(verdict, Transfer, self, verdict, message, pins, fresh)
             self.engine.submit()
             return
-        if memory is not None:
-            memory.release()
+        if fresh:
+            pins.release()
         if verdict < 0:
             self.transfer_ended(message, verdict)
 
@@ -693,24 +689,25 @@ class PendingReceive(Pending):
 class Transfer(Operation):
     """A message on its way into memory; owns that memory if it is fresh. Else the receive owns the buffer."""
 
-    __slots__ = ("_memory", "_message", "_receiving")
+    __slots__ = ("_fresh", "_memory", "_message", "_receiving")
 
-    def __init__(self, receiving: Receiving, id: int, message: Message, memory: Pinned | None) -> None:
+    def __init__(self, receiving: Receiving, id: int, message: Message, memory: Pinned, fresh: bool) -> None:
         super().__init__(receiving.engine, id, None, f"receiving {message.length} bytes from {receiving.share.label}")
         self._receiving = receiving
         self._message = message
         self._memory = memory
+        self._fresh = fresh
 
     def complete(self, status: int, length: int, tag: int) -> None:
         self.release()
-        if self._memory is not None:
+        if self._fresh:
             self._memory.release()
         self.finish(Value(None))
         self._receiving.transfer_ended(self._message, status)
 
     def worker_destroyed(self) -> None:
         super().worker_destroyed()
-        if self._memory is not None:
+        if self._fresh:
             self._memory.release()
         self._receiving.transfer_ended(self._message, Status.CANCELED)
 

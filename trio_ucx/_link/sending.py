@@ -26,7 +26,7 @@ from .._wire import SMALL_MESSAGE
 from ..ucp._contained import contained
 from ..ucp._engine.arming import MOMENT
 from ..ucp._engine.operations import Operation
-from ..ucp._engine.posting import pending_operation, pin
+from ..ucp._engine.posting import pending_send_of_bytes, pin
 from ..ucp._memory.buffers import Buffer, Pinned
 from ..ucp._status import Status, UCXError, broken
 from ..ucp._tag import is_short
@@ -197,18 +197,18 @@ class Sending:
                 self.refused(queue, len(data), error)
             raise error
         try:
-            try:
-                send = SendOperation(self, queue, Pinned(data))
-                send.posted(verdict)
-            except BaseException:
-                self.engine.keep(verdict, data)
-                raise
+            send = self.engine.adopt(verdict, self._send_begun, queue, data, verdict)
         except Exception:
             self.failed += 1
             if queue != wire.BATCH:
                 self.ending.reported = True
             raise
         self.engine.submit()
+        return send
+
+    def _send_begun(self, queue: int, data: bytes, id: int) -> SendOperation:
+        send = SendOperation(self, queue, Pinned(data))
+        send.posted(id)
         return send
 
     def send_batch(self) -> None:
@@ -327,12 +327,7 @@ class Sending:
             if verdict < 0:
                 raise share.error_of(verdict, "sending a message")
             if verdict:
-                try:
-                    pins = Pinned(data)
-                except BaseException:
-                    self.engine.keep(verdict, data)
-                    raise
-                pending_operation(self.engine, verdict, pins, "sending a message", share)
+                pending_send_of_bytes(self.engine, verdict, data, "sending a message", share)
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError):
             pass  # the failure of the connection is reported elsewhere
 
@@ -443,11 +438,7 @@ class SendOperation(Operation):
         if verdict == 0:
             self.release_unsent()
             return None
-        try:
-            self.posted(verdict)
-        except BaseException:
-            sending.engine.keep(verdict, self.pins)
-            raise
+        sending.engine.adopt(verdict, self.posted, verdict)
         if self.queue == wire.STREAM and stays:
             sending.tail.add(self)
         sending.engine.submit()

@@ -17,6 +17,7 @@ from .._connection import Connection
 from .._link.link import Link
 from .._link.transport import Transport
 from .._native import lib
+from ..ucp._engine.posting import pending_send_of_bytes
 from ..ucp._memory.buffers import Pinned
 from ..ucp._status import Status, UCXError
 from ..ucp._util import ALL_BITS, check_integer, check_timeout
@@ -99,7 +100,7 @@ class FaultyTransport(Transport):
     def _post_bytes(self, queue: int, data: bytes) -> None:
         verdict = super().send_bytes(queue, data)
         if verdict > 0:
-            self.engine.keep(verdict, data)
+            pending_send_of_bytes(self.engine, verdict, data, "sending a message that was delayed")
         elif verdict < 0:
             self.share.fail(UCXError(Status(verdict), "sending a message that was delayed"))
 

@@ -4,7 +4,7 @@ Request chains are an extension, ``trio_ucx.ucp.chains``, which only :meth:`Work
 
 Almost any call can raise some exceptions that its docstring does not repeat: ``MemoryError``, where UCX has no memory;
 :exc:`trio_ucx.UCXError`, for a status that no other exception stands for; ``RuntimeError``, in another thread than its
-worker's, or in a forked child.
+worker's, in a forked child, or where Python has no memory to record an operation that UCX has begun.
 
 Layers, lowest first; imports point down only (``tests/test_layers.py``). Two quirks, ``key_gate`` and
 ``stopped_queue``, stand higher:

@@ -9,7 +9,7 @@ import attrs
 from .._native import lib
 from ._engine.engine import Engine
 from ._engine.operations import Operation, ReceiveOperation, Scope
-from ._engine.posting import pending_operation, pin
+from ._engine.posting import pending_operation, pending_send_of_bytes, pin
 from ._engine.tag_dispatch import CONNECTION_BIT
 from ._features import Feature
 from ._memory.buffers import Buffer, Pinned, WritableBuffer
@@ -115,12 +115,7 @@ def post_bytes_send(core: Scope, data: bytes, tag: int) -> Operation | None:
     verdict = lib.tu_tag_send_one(core.handle, data, len(data), lib.TU_MEMORY_HOST, tag)
     if verdict == 0:
         return None
-    try:
-        pins = Pinned(data)
-    except BaseException:
-        core.engine.keep(verdict, data)
-        raise
-    return pending_operation(core.engine, verdict, pins, "sending a message", core)
+    return pending_send_of_bytes(core.engine, verdict, data, "sending a message", core)
 
 
 def post_receive(engine: Engine, buffer: WritableBuffer, tag: int, mask: int) -> ReceiveOperation | tuple[int, int]:
@@ -156,11 +151,7 @@ def _received(
     engine: Engine, verdict: int, pins: Pinned, doing: str, tag: int = 0, mask: int = ALL_BITS
 ) -> ReceiveOperation | tuple[int, int]:
     if verdict > 0:
-        try:
-            operation = TruncatingReceive(engine, verdict, pins, doing, (tag | ~mask) & CONNECTION_BIT != 0)
-        except BaseException:
-            engine.keep(verdict, pins)
-            raise
+        operation = engine.adopt(verdict, TruncatingReceive, engine, verdict, pins, doing, tag, mask)
         engine.submit()
         return operation
     size = pins.size
@@ -174,11 +165,11 @@ def _received(
 class TruncatingReceive(ReceiveOperation):
     __slots__ = ("size", "takes_claimed")
 
-    def __init__(self, engine: Engine, id: int, pins: Pinned, doing: str, takes_claimed: bool) -> None:
-        super().__init__(engine, id, pins, doing)
+    def __init__(self, engine: Engine, id: int, pins: Pinned, doing: str, tag: int, mask: int) -> None:
         self.size = pins.size
         #: Whether it could match messages of Connections, if the worker had any.
-        self.takes_claimed = takes_claimed
+        self.takes_claimed = (tag | ~mask) & CONNECTION_BIT != 0
+        super().__init__(engine, id, pins, doing)
 
     def error(self, status: int) -> Exception:
         return receive_error(status, self.size, self.doing)

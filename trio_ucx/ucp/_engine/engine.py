@@ -20,7 +20,7 @@ change.
 *Memory.* The in-flight table maps the id of each operation to an :class:`~.operations.Operation`, which pins
 the buffers until the completion record arrives, whatever became of the task that posted it. UCX can cancel a tag
 receive that has not matched, and our C code what has not begun. Any other operation whose task is cancelled stays in
-the table, *detached*.
+the table, *detached*. :meth:`Engine.adopt` makes the entry, or keeps the memory without one.
 
 *Missed events.* While something is awaited, a safety net (``progress.py``) looks once a second whether the worker has
 something to deliver although its descriptor is silent. It should never find anything; ``statistics().missed_events``
@@ -39,7 +39,7 @@ import os
 import threading
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 import trio
 from outcome import Error
@@ -64,6 +64,9 @@ from .tag_dispatch import TagDispatch
 from .teardown import Teardown
 from .trio_run import TrioRun
 from .waits import Waiting
+
+_Made = TypeVar("_Made")
+_Arguments = TypeVarTuple("_Arguments")
 
 _BATCH = 256
 _FIELDS = lib.TU_RECORD_FIELDS
@@ -312,10 +315,23 @@ class Engine:
 
     # ---- memory ----
 
-    def keep(self, id: int, what: object) -> None:
-        """Keeps the memory of an operation that UCX has begun, when creating our object for it failed."""
-        if id not in self.in_flight:
-            self.teardown.unrecorded[id] = what
+    def adopt(self, id: int, make: Callable[[*_Arguments], _Made], *arguments: *_Arguments) -> _Made:
+        """Returns what ``make`` returns: it makes our object for an operation that UCX has begun, and records it.
+
+        If that fails, ``make`` and its arguments are kept until UCX has completed the operation. The operation's memory
+        must be among them.
+
+        Raises:
+            RuntimeError: there is no memory for the object. A MemoryError would say that nothing has happened.
+        """
+        try:
+            return make(*arguments)
+        except BaseException as error:
+            if id not in self.in_flight:
+                self.teardown.unrecorded[id] = make, arguments
+            if isinstance(error, MemoryError):
+                raise RuntimeError("no memory to record an operation that UCX has begun and may complete") from error
+            raise
 
     # ---- internal errors ----
 

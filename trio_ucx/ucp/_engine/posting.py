@@ -77,13 +77,13 @@ def pending_operation(
     core: Scope | None = None,
     kind: Callable[[Engine, int, Pinned | None, str, Scope | None], Operation] = Operation,
 ) -> Operation | None:
-    """Takes a verdict that is not about a receive: None when the operation completed at once."""
+    """Takes a verdict that is not about a receive: None when the operation completed at once.
+
+    Args:
+        kind: makes the operation; has what must live as long as it besides ``pins``.
+    """
     if verdict > 0:
-        try:
-            operation = kind(engine, verdict, pins, doing, core)
-        except BaseException:
-            engine.keep(verdict, (pins, kind))  # `kind` has what else must live as long
-            raise
+        operation = engine.adopt(verdict, kind, engine, verdict, pins, doing, core)
         engine.submit()
         return operation
     if pins is not None:
@@ -95,6 +95,21 @@ def pending_operation(
         core.ending.note(error)
         raise error
     return None
+
+
+def pending_send_of_bytes(
+    engine: Engine, verdict: int, data: bytes, doing: str, core: Scope | None = None
+) -> Operation | None:
+    """Takes the verdict on a send of bytes that are not pinned yet: None when UCX has taken them already."""
+    if verdict > 0:
+        operation = engine.adopt(verdict, _send_of_bytes, engine, verdict, data, doing, core)
+        engine.submit()
+        return operation
+    return pending_operation(engine, verdict, None, doing, core)
+
+
+def _send_of_bytes(engine: Engine, id: int, data: bytes, doing: str, core: Scope | None) -> Operation:
+    return Operation(engine, id, Pinned(data), doing, core)
 
 
 def post_flush(core: Scope, owner: Scope | None = None) -> Operation | None:

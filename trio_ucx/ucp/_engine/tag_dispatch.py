@@ -94,11 +94,7 @@ class TagDispatch:
             return
         verdict = lib.tu_message_receive_one(engine.handle, message, ffi.NULL, 0, lib.TU_MEMORY_HOST, self.received)
         if verdict > 0:
-            try:
-                ReceiveOperation(engine, verdict, None, "discarding a message").detach()
-            except BaseException:
-                engine.keep(verdict, None)
-                raise
+            engine.adopt(verdict, ReceiveOperation, engine, verdict, None, "discarding a message").detach()
         elif verdict == Status.NO_MEMORY:
             self.undiscarded.append(message)
             engine.watch_events()

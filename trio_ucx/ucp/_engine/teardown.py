@@ -40,8 +40,8 @@ class Teardown:
         at_end: called when nothing is under way any more, just before the worker is destroyed.
         unanswered: whether peers were left without answers that only this worker could give.
         unreleased: ids of children: borrowed memory that cannot be released, because something still refers to it.
-        unrecorded: by id, the memory of operations that UCX has begun but that have no entry in flight: see
-            :meth:`Engine.keep`.
+        unrecorded: by id, what has the memory of operations that UCX has begun but that have no entry in flight: see
+            :meth:`Engine.adopt`.
         kept: called after the worker was destroyed, to release what UCX could use until then.
         on_closed: called last.
     """
