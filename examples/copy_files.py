@@ -308,8 +308,7 @@ async def receive(destination: str, address: tuple[str, int]) -> None:
         for other in others:  # a host name may have several addresses
             await other.aclose()
         async with listener:
-            host, port = listener.address
-            print(f"listening at [{host}]:{port}" if ":" in host else f"listening at {host}:{port}", flush=True)
+            print(f"listening at {trio_ucx.format_address(listener.address)}", flush=True)
             connection = await listener.accept()
         async with connection:
             await converse(connection, "receiving", partial(receive_tree, root))
@@ -348,22 +347,15 @@ def explain(error: BaseException) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not 0 <= int(port) < 2**16:
-        raise ValueError
-    return host.strip("[]"), int(port)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Copies a directory tree from one process to another.")
     commands = parser.add_subparsers(required=True, dest="command")
     receiver = commands.add_parser("receive", help="wait for one tree, and put it into a directory")
     receiver.add_argument("destination")
-    receiver.add_argument("--listen", type=parse_address, default=("127.0.0.1", 0), metavar="HOST:PORT")
+    receiver.add_argument("--listen", type=trio_ucx.parse_address, default=("127.0.0.1", 0), metavar="HOST:PORT")
     sender = commands.add_parser("send", help="send a directory's contents")
     sender.add_argument("source")
-    sender.add_argument("address", type=parse_address, metavar="HOST:PORT")
+    sender.add_argument("address", type=trio_ucx.parse_address, metavar="HOST:PORT")
     sender.add_argument("--jobs", type=int, default=4, choices=range(1, MAX_JOBS + 1), metavar="N")
     options = parser.parse_args()
     if options.command == "receive":

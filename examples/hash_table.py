@@ -107,8 +107,7 @@ async def serve(address: tuple[str, int], size: int, buckets: int | None) -> Non
         async with ucp.open_worker(context=context) as worker, trio.open_nursery() as nursery:
             serving = partial(trio_ucx.serve_ucx, introduce, port, host=host, worker=worker, authkey=AUTHKEY)
             for listener in await nursery.start(serving):  # a host name may have several addresses
-                host, port = listener.address
-                print(f"listening at [{host}]:{port}" if ":" in host else f"listening at {host}:{port}", flush=True)
+                print(f"listening at {trio_ucx.format_address(listener.address)}", flush=True)
 
 
 # ---- a client ----
@@ -294,13 +293,6 @@ def explain(error: BaseException) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not 0 <= int(port) < 2**16:
-        raise ValueError
-    return host.strip("[]"), int(port)
-
-
 def parse_count(text: str) -> int:
     if not 1 <= int(text) <= MAX_SIZE:
         raise ValueError
@@ -311,7 +303,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="A hash table in a server's memory, that its clients see to.")
     commands = parser.add_subparsers(required=True, dest="command")
     server = commands.add_parser("serve", help="have an empty table")
-    server.add_argument("--listen", type=parse_address, default=("127.0.0.1", 0), metavar="HOST:PORT")
+    server.add_argument("--listen", type=trio_ucx.parse_address, default=("127.0.0.1", 0), metavar="HOST:PORT")
     server.add_argument("--size", type=parse_count, default=2**26, metavar="BYTES", help="of memory")
     server.add_argument("--buckets", type=parse_count, metavar="N", help="lists of entries; by default SIZE / 256")
     clients = {
@@ -320,7 +312,7 @@ def main() -> int:
         "bench": commands.add_parser("bench", help="write and read entries"),
     }
     for client in clients.values():
-        client.add_argument("address", type=parse_address, metavar="HOST:PORT")
+        client.add_argument("address", type=trio_ucx.parse_address, metavar="HOST:PORT")
     for name in ("put", "get"):
         clients[name].add_argument("key")
     clients["put"].add_argument("value")

@@ -116,7 +116,7 @@ async def run(options: argparse.Namespace) -> None:
             if tls is not None:
                 stream = tls_stream = trio.SSLStream(stream, tls, server_hostname=host, https_compatible=True)
                 await tls_stream.do_handshake()  # which is for one task alone to do
-            server = Server(stream, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", watchdog)
+            server = Server(stream, trio_ucx.format_address(options.address), watchdog)
             for number in range(options.repeat):
                 if number and server.http.our_state is not h11.DONE:
                     raise Failed(f"the server took {number} of {options.repeat} requests")
@@ -142,16 +142,9 @@ def explain(error: BaseException) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not 0 <= int(port) < 2**16:
-        raise ValueError
-    return host.strip("[]"), int(port)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Gets something by HTTP over UCX.")
-    parser.add_argument("address", type=parse_address, metavar="HOST:PORT")
+    parser.add_argument("address", type=trio_ucx.parse_address, metavar="HOST:PORT")
     parser.add_argument("target", metavar="/PATH")
     parser.add_argument("-o", dest="output", metavar="FILE", help="for the answer, instead of stdout")
     parser.add_argument("--data", metavar="FILE", help="POST it")

@@ -239,24 +239,17 @@ async def run(options: argparse.Namespace) -> None:
     async with trio.open_nursery() as nursery:
         await nursery.start(heed_signals)
         for listener in await nursery.start(partial(serve, handler, port, host=host)):
-            host, port, *_ = listener.socket.getsockname() if options.tcp else listener.address
-            print(f"listening at [{host}]:{port}" if ":" in host else f"listening at {host}:{port}", flush=True)
+            address = listener.socket.getsockname() if options.tcp else listener.address
+            print(f"listening at {trio_ucx.format_address(address)}", flush=True)
 
 
 # ---- the command line ----
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not 0 <= int(port) < 2**16:
-        raise ValueError
-    return host.strip("[]"), int(port)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Serves a directory's files by HTTP over UCX.")
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--listen", type=parse_address, default=("127.0.0.1", 0), metavar="HOST:PORT")
+    parser.add_argument("--listen", type=trio_ucx.parse_address, default=("127.0.0.1", 0), metavar="HOST:PORT")
     parser.add_argument("--tls", nargs=2, metavar=("CERT", "KEY"))
     parser.add_argument("--tcp", action="store_true", help="without UCX")
     parser.add_argument("--timeout", type=float, default=30, metavar="SECONDS", help="for a client to move")

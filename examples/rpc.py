@@ -299,8 +299,7 @@ async def serve(address: tuple[str, int]) -> None:
     async with trio.open_nursery() as nursery:
         serving = partial(trio_ucx.serve_ucx, partial(answer_calls, METHODS), port, host=host, authkey=AUTHKEY)
         for listener in await nursery.start(serving):  # a host name may have several addresses
-            host, port = listener.address
-            print(f"listening at [{host}]:{port}" if ":" in host else f"listening at {host}:{port}", flush=True)
+            print(f"listening at {trio_ucx.format_address(listener.address)}", flush=True)
 
 
 async def call(address: tuple[str, int], method: str, arguments: dict[str, Any]) -> None:
@@ -335,13 +334,6 @@ def explain(error: BaseException) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not 0 <= int(port) < 2**16:
-        raise ValueError
-    return host.strip("[]"), int(port)
-
-
 def parse_arguments(text: str) -> dict[str, Any]:
     return dict(**json.loads(text))
 
@@ -350,9 +342,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Calls methods in another process.")
     commands = parser.add_subparsers(required=True, dest="command")
     server = commands.add_parser("serve", help=f"answer calls of the methods {', '.join(METHODS)}")
-    server.add_argument("--listen", type=parse_address, default=("127.0.0.1", 0), metavar="HOST:PORT")
+    server.add_argument("--listen", type=trio_ucx.parse_address, default=("127.0.0.1", 0), metavar="HOST:PORT")
     client = commands.add_parser("call", help="call a method, and print its result")
-    client.add_argument("address", type=parse_address, metavar="HOST:PORT")
+    client.add_argument("address", type=trio_ucx.parse_address, metavar="HOST:PORT")
     client.add_argument("method")
     client.add_argument("arguments", type=parse_arguments, nargs="?", default={}, metavar="JSON-ARGS")
     options = parser.parse_args()

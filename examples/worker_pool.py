@@ -327,8 +327,7 @@ async def demo(address: tuple[str, int], workers: int, tasks: int, kill_one: boo
     columns = "{task.fields[workers]} workers", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
     async with trio.open_nursery() as nursery, open_pool(address, patience=10) as pool:
-        host, port = pool.address
-        joined = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        joined = trio_ucx.format_address(pool.address)
         print(f"listening at {joined}", flush=True)
         start = partial(trio.run_process, [sys.executable, __file__, "work", joined], check=False)
         processes: list[trio.Process] = [await nursery.start(start) for _ in range(workers)]
@@ -376,13 +375,6 @@ def explain(error: BaseException) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not 0 <= int(port) < 2**16:
-        raise ValueError
-    return host.strip("[]"), int(port)
-
-
 def parse_count(text: str) -> int:
     if not 1 <= int(text) <= 1000:
         raise ValueError
@@ -396,9 +388,9 @@ def main() -> int:
     show.add_argument("--workers", type=parse_count, default=4, metavar="N", help="processes to start")
     show.add_argument("--tasks", type=parse_count, default=100, metavar="M", help="strips to divide the picture into")
     show.add_argument("--kill-one", action="store_true", help="kill a worker in the middle")
-    show.add_argument("--listen", type=parse_address, default=("127.0.0.1", 0), metavar="HOST:PORT")
+    show.add_argument("--listen", type=trio_ucx.parse_address, default=("127.0.0.1", 0), metavar="HOST:PORT")
     worker = commands.add_parser("work", help="join a pool")
-    worker.add_argument("address", type=parse_address, metavar="HOST:PORT")
+    worker.add_argument("address", type=trio_ucx.parse_address, metavar="HOST:PORT")
     options = parser.parse_args()
     if options.command == "demo":
         job = partial(demo, options.listen, options.workers, options.tasks, options.kill_one)

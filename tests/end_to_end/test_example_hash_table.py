@@ -32,7 +32,7 @@ async def open_served(*options: object) -> AsyncIterator[tuple[Program, Any]]:
 
 
 def open_another(server: Program) -> Any:
-    return hash_table.open_table(hash_table.parse_address(server.address))
+    return hash_table.open_table(trio_ucx.parse_address(server.address))
 
 
 async def read_nodes(table: Any) -> list[bytes]:

@@ -164,10 +164,10 @@ async def test_refuses_what_cannot_be_sent() -> None:
 
 #: One that can be killed.
 WORKER = """
-import sys, trio
+import sys, trio, trio_ucx
 sys.path.insert(0, sys.argv[2])
 import worker_pool
-trio.run(worker_pool.work, worker_pool.parse_address(sys.argv[1]), {"echo": bytes})
+trio.run(worker_pool.work, trio_ucx.parse_address(sys.argv[1]), {"echo": bytes})
 """
 
 
