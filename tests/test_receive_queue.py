@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -19,6 +20,7 @@ from timing import Stopwatch
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals
+from trio_ucx.ucp import _util
 from trio_ucx.ucp._live_handles import live_handles
 
 #: Seconds until other connections break, and until new clients connect over shared memory.
@@ -29,6 +31,17 @@ SUSPENDED = 2.0
 QUEUES = ["sysv", "posix"]
 
 pytestmark = pytest.mark.cut_off
+
+
+def test_time_in_which_nobody_checks_counts_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a program that was stopped would take its own slowness for a stopped queue."""
+    now = 100.0
+    monkeypatch.setattr(_util, "time", SimpleNamespace(monotonic=lambda: now))
+    limit = _util.RealTimeLimit(0.5)
+    for passed, over in ((0.25, False), (1000.0, False), (0.25, False), (0.0, False), (0.125, True), (0.0, True)):
+        now += passed
+        assert limit.is_over(1.0) is over
+    assert not limit.is_over(2.0)
 
 
 def options(queue: str) -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""Checks of arguments, text of peers, context managers that Ctrl-C leaves intact, and warnings."""
+"""Checks of arguments, text of peers, context managers that Ctrl-C leaves intact, a time limit, and warnings."""
 
 from __future__ import annotations
 
 import errno
 import operator
+import time
 import warnings
 from abc import ABCMeta
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -195,6 +196,28 @@ class ConflictDetector:
 
     def __exit__(self, *_: object) -> None:
         self._busy = False
+
+
+class RealTimeLimit:
+    """A limit, in real time, for something that is checked over and over.
+
+    A process that is stopped or slow does not reach it sooner: the time between two checks counts only so far.
+
+    Args:
+        longest_gap: how many seconds between two checks count at most.
+    """
+
+    def __init__(self, longest_gap: float) -> None:
+        self._longest_gap = longest_gap
+        self._last = time.monotonic()
+        self._waited = 0.0
+
+    def is_over(self, seconds: float) -> bool:
+        """Returns whether so much time has counted since the limit was made; to be called at each check."""
+        now = time.monotonic()
+        self._waited += min(now - self._last, self._longest_gap)
+        self._last = now
+        return self._waited > seconds
 
 
 def publish(namespace: dict[str, Any], module: str) -> None:

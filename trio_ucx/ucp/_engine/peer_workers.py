@@ -190,7 +190,7 @@ class PeerWorker:
         return len(self._idle)
 
     def close_idle(self) -> None:
-        """Closes those that have had no Connection for a while."""
+        """Closes the endpoints to this peer worker that have had no Connection for a while."""
         oldest = time.monotonic() - IDLE_TIME
         for core, since in list(self._idle.items()):
             kind = self._kind(core.peer_address)
@@ -231,6 +231,6 @@ class PeerWorkers:
         return sum(worker.idle for worker in self._workers.values())
 
     def close_idle(self) -> None:
-        """Closes those that have had no Connection for a while."""
+        """Closes the endpoints to any peer worker that have had no Connection for a while."""
         for worker in self._workers.values():
             worker.close_idle()

@@ -11,7 +11,7 @@ from ..._native import lib
 from .._contained import contained
 from .._memory.registered import unmap_unused
 from .._quirks.releases import STUCK_OPERATIONS_ARE_HARMLESS
-from .._util import warn_resource
+from .._util import RealTimeLimit, warn_resource
 from .operations import Operation
 from .statistics import WorkerStatistics
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DRAIN_TIMEOUT = 2.0
 #: The same when every endpoint is closed: what is still pending then will hardly end.
 STUCK_TIMEOUT = 0.1
-#: At most so much of the time between two looks counts for the time limits: this process may have stood still.
+#: How many seconds between two checks count at most for the time limits.
 _LONGEST_GAP = 0.01
 
 #: Workers that were left alone, and everything that UCX may still look at.
@@ -82,21 +82,6 @@ class Teardown:
         self.kept.clear()
 
 
-class _Limit:
-    """A limit, in real time, for something that is looked at over and over; a pause of this process counts little."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-        self._waited = 0.0
-
-    def is_over(self, seconds: float) -> bool:
-        """Whether so much time has passed; call it at each look."""
-        now = time.monotonic()
-        self._waited += min(now - self._last, _LONGEST_GAP)
-        self._last = now
-        return self._waited > seconds
-
-
 def _uses_memory(engine: Engine, handle: Any) -> bool:
     """Whether UCX may still use the memory of operations, or holds registrations of it."""
     return bool(engine.in_flight or engine.teardown.unrecorded or lib.tu_long_lingers(handle))
@@ -104,7 +89,7 @@ def _uses_memory(engine: Engine, handle: Any) -> bool:
 
 def drain(engine: Engine) -> Iterator[None]:
     """Progresses until nothing is in flight, yielding in between; gives up after DRAIN_TIMEOUT, in real time."""
-    limit = _Limit()
+    limit = RealTimeLimit(_LONGEST_GAP)
     engine.progress_and_deliver(arm=False)
     while _uses_memory(engine, engine.handle):
         if limit.is_over(DRAIN_TIMEOUT if engine.endpoints else STUCK_TIMEOUT):
@@ -134,7 +119,7 @@ def _send_answers(engine: Engine) -> Iterator[None]:
     """
     if not engine.context._exposed_memory:
         return
-    limit = _Limit()
+    limit = RealTimeLimit(_LONGEST_GAP)
     while engine.progress_and_deliver(arm=True) != lib.TU_ARMED:
         if limit.is_over(STUCK_TIMEOUT):
             engine.teardown.unanswered = True

@@ -13,9 +13,9 @@ memory any more, and UCX tells nobody.
    Then a second worker in this process sends a message to each of the worker's queues. A message that arrives shows
    that its queue is read. If one does not arrive, its queue has stopped.
 
-Both steps count checks of the worker as well as seconds, so a program that is busy or stopped does not take its own
-slowness for a stopped queue. (A peer that is stopped in the middle of writing, while another one dies, is taken for a
-dead one, because nothing distinguishes the two.)
+Both steps count little of the time between two checks of the worker, so a program that is busy or stopped does not take
+its own slowness for a stopped queue. (A peer that is stopped in the middle of writing, while another one dies, is taken
+for a dead one, because nothing distinguishes the two.)
 
 A peer may be suspended in the middle of writing, and be killed after its endpoint was closed here. So its process is
 watched until UCX can be armed once: that shows that the peer had finished writing.
@@ -54,6 +54,7 @@ from .._features import Feature
 from .._process import Process
 from .._status import Status, UCXError, broken
 from .._tag import post_bytes_send
+from .._util import RealTimeLimit
 from .address_layout import SHARED_MEMORY
 
 logger = logging.getLogger("trio_ucx")
@@ -62,10 +63,13 @@ logger = logging.getLogger("trio_ucx")
 _INTERVAL = 0.02
 #: The longest interval while peers' processes are watched, which may be suspended for long.
 _LONG_INTERVAL = 0.1
-#: For so many seconds, and checks, UCX cannot be armed before probes are sent.
-_SUSPICION = 0.4, 10
-#: For so many seconds, and checks, a probe may be on its way.
-_PROBE = 1.0, 30
+#: For so many seconds UCX cannot be armed before probes are sent.
+_SUSPICION_TIME = 0.4
+#: For so many seconds a probe may be on its way.
+_PROBE_TIME = 1.0
+#: How many seconds between two checks count at most for these times: it takes 14 checks to send probes, and 34 to give
+#: them up.
+_LONGEST_GAP = 0.03
 #: Seconds between two rounds of probes, which block the program for some 10 ms. (There may be many suspicions while a
 #: worker is never idle.)
 _SPACING = 2.0
@@ -88,18 +92,6 @@ def check_queue(engine: Engine, doing: str) -> None:
     if engine.receive_queue.stopped:
         error = stopped_error()
         raise broken(f"{doing}: {error}", error)
-
-
-class _Limit:
-    """A limit that is reached after so many seconds and so many checks, whichever ends later."""
-
-    def __init__(self, limit: tuple[float, int]) -> None:
-        seconds, self._looks = limit
-        self._end = time.monotonic() + seconds
-
-    def reached(self) -> bool:
-        self._looks -= 1
-        return self._looks < 0 and time.monotonic() >= self._end
 
 
 class _Probe:
@@ -255,7 +247,7 @@ class WatchedQueue(ReceiveQueue):
     async def _check(self, timer: int) -> None:
         """Returns when the queues are known to be read, when one is known to have stopped, or when the worker ends."""
         engine = self._engine
-        limit = _Limit(_SUSPICION)
+        limit = RealTimeLimit(_LONGEST_GAP)
         while True:
             await _sleep(timer, _INTERVAL)
             if not engine.usable or engine.broken is not None:
@@ -264,15 +256,15 @@ class WatchedQueue(ReceiveQueue):
             if self._armed():
                 if suspicions == self._suspicions:
                     return
-                limit = _Limit(_SUSPICION)
-            elif limit.reached() and time.monotonic() >= self._next_probe:
+                limit = RealTimeLimit(_LONGEST_GAP)
+            elif limit.is_over(_SUSPICION_TIME) and time.monotonic() >= self._next_probe:
                 verdict = await self._probe(timer)
                 self._next_probe = time.monotonic() + _SPACING
                 if verdict is False:
                     return self._stopped()
                 if verdict and suspicions == self._suspicions:
                     return
-                limit = _Limit(_SUSPICION)
+                limit = RealTimeLimit(_LONGEST_GAP)
 
     def _armed(self) -> bool:
         """Whether UCX can be armed."""
@@ -289,7 +281,7 @@ class WatchedQueue(ReceiveQueue):
             except (OSError, ValueError, MemoryError, UCXError, trio.BrokenResourceError) as error:
                 logger.warning("cannot probe the shared-memory queue of a worker: %s", error)
                 return None
-            limit = _Limit(_PROBE)
+            limit = RealTimeLimit(_LONGEST_GAP)
             while True:
                 engine.reap()
                 for probe in probes:
@@ -297,7 +289,7 @@ class WatchedQueue(ReceiveQueue):
                 engine.reap()
                 if all(probe.arrived for probe in probes):
                     return True
-                if limit.reached():
+                if limit.is_over(_PROBE_TIME):
                     return False
                 await _sleep(timer, _INTERVAL)
                 if not engine.usable or engine.broken is not None:
