@@ -182,6 +182,16 @@ def record_probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+def fail_probes(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Posting a probe of a shared-memory queue raises the error."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(stopped_queue, "post_bytes_send", fail)
+    monkeypatch.setattr(stopped_queue, "post_flush", fail)
+
+
 # ---- the machine ----
 
 

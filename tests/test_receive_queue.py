@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import trio
-from helpers import TRANSPORTS, Rounds, open_peer, open_raw_listener, pattern, until
-from injected_faults import record_probes
+from helpers import TRANSPORTS, Rounds, open_pair, open_peer, open_raw_listener, pattern, until
+from injected_faults import fail_probes, record_probes
 from timing import Stopwatch
 
 import trio_ucx
@@ -46,6 +46,17 @@ def test_time_in_which_nobody_checks_counts_little(monkeypatch: pytest.MonkeyPat
 
 def options(queue: str) -> dict[str, str]:
     return {"TLS": f"tcp,{queue},cma,self"}
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+async def test_probe_that_cannot_be_sent_says_nothing_about_the_queue(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with ucp.open_worker(config=options("posix")) as worker, open_pair(worker):
+        fail_probes(monkeypatch, error("no memory to record it"))
+        queue = internals(worker).receive_queue
+        assert await queue._probe(-1) is None
+        assert "cannot probe the shared-memory queue of a worker: no memory to record it" in caplog.text
 
 
 class Echo:

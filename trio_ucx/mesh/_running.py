@@ -244,7 +244,7 @@ class Collectives:
                     link.outbox.pop(0)
         except GONE:
             pass
-        except MemoryError as error:
+        except (RuntimeError, MemoryError) as error:
             self._give_up("a collective operation", error)
         finally:
             link.outbox.clear()

@@ -278,7 +278,7 @@ class WatchedQueue(ReceiveQueue):
             try:
                 for transport in self._queues:
                     probes.append(_Probe(engine, transport))
-            except (OSError, ValueError, MemoryError, UCXError, trio.BrokenResourceError) as error:
+            except (OSError, ValueError, RuntimeError, MemoryError, UCXError, trio.BrokenResourceError) as error:
                 logger.warning("cannot probe the shared-memory queue of a worker: %s", error)
                 return None
             limit = RealTimeLimit(_LONGEST_GAP)
