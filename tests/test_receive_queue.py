@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -497,3 +499,29 @@ async def test_clients_are_killed_at_random(size: int, isolate: bool, rounds: Ro
         assert longest < SOON
         stopped = worker.statistics().stopped_queues
         assert connects <= 1 + stopped, "no connection broke but by a queue that stopped"
+
+
+CLOSE_WHILE_PROBED = """
+import trio
+from trio_ucx import ucp
+from trio_ucx.testing import internals
+from trio_ucx.ucp._quirks.stopped_queue import _Probe
+
+async def main():
+    async with ucp.open_worker(config={"TLS": "tcp,posix,cma,self"}) as worker:
+        probe = _Probe(internals(worker), "posix")
+        for _ in range(LOOKS):
+            probe.look()
+        probe.close()
+
+trio.run(main)
+print("closed")
+"""
+
+
+@pytest.mark.parametrize("looks", [0, 1, 3])
+def test_a_raw_worker_closes_while_its_queue_is_probed(looks: int) -> None:
+    """In another process: UCX crashes if the probe's worker is gone when it reads that worker's request."""
+    program = CLOSE_WHILE_PROBED.replace("LOOKS", str(looks))
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (0, "closed\n"), result.stderr

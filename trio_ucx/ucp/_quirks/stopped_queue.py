@@ -104,6 +104,8 @@ class _Probe:
     def __init__(self, engine: Engine, transport: str) -> None:
         self._target = engine
         self.arrived = False
+        #: Whether there is an endpoint to which the target's UCX must answer.
+        self._asks = False
         by_message = engine.tag_dispatch.claimed
         options = {**engine.context.config, "TLS": transport, "RESOLVE_REMOTE_EP_ID": "n" if by_message else "y"}
         context = Context._open(options, Feature.TAG | Feature.WAKEUP)
@@ -117,6 +119,7 @@ class _Probe:
         engine.teardown.children[id(self)] = self.close
         try:
             core = connect_worker(self._engine, engine.identity.address)
+            self._asks = not by_message
             core.check()
             self._operation = post_bytes_send(core, b"", self._tag << 32) if by_message else post_flush(core)
         except BaseException:
@@ -150,10 +153,18 @@ class _Probe:
             self.arrived = self._flushed or (self._operation is not None and self._operation.outcome is not None)
 
     def close(self) -> None:
-        self._target.teardown.children.pop(id(self), None)
+        """Closes its worker: if its endpoint was not answered, when the target is destroyed.
+
+        UCX would crash if it read the request for that endpoint, and could not reach the probe's worker any more.
+        """
+        teardown = self._target.teardown
+        teardown.children.pop(id(self), None)
         if self._tag:
             self._target.tag_dispatch.remove(self._tag)
-        close_now(self._engine)
+        if self._asks and not self.arrived:
+            teardown.at_end[id(self)] = lambda: close_now(self._engine)
+        else:
+            close_now(self._engine)
 
 
 class WatchedQueue(ReceiveQueue):
