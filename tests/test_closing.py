@@ -839,6 +839,7 @@ import random, sys, warnings
 
 import trio
 
+import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import lib
 from trio_ucx.testing import internals
