@@ -9,7 +9,8 @@
     steps           the cost of single steps, in one process
     compare, scale, microseconds, crowded
                     the programs
-    defaults        another program: trio_ucx's values of UCX's options against UCX's, by the code of trio_ucx's CLI
+    defaults        another program: trio_ucx's values of UCX's options against UCX's, by the code of perf
+    options, trials its options and figures; values measured by turns, and compared
 
 Code that runs in the children imports nothing but the standard library and its own contender, so that a contender can
 have an environment of its own (``--python``). For this reason it uses dataclasses, not attrs.

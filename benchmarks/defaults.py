@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import secrets
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,29 +14,31 @@ if not __package__:  # run as a file: its folder must not hide other modules
 
 import trio
 
+from benchmarks.options import OPTIONS, Option, figures_of
 from benchmarks.pairs import two_cpus
-from trio_ucx import connect
+from benchmarks.trials import MARGIN, ROUNDS, Candidate, Trial, open_client, trial_json, trial_text
 from trio_ucx._cli import quiet
-from trio_ucx._cli.ends import Client, Kind
-from trio_ucx._cli.errors import CandidateError
-from trio_ucx._cli.measuring import chosen_worker, progress_bar
-from trio_ucx._cli.options import OPTIONS, Option
-from trio_ucx._cli.pair import open_server
-from trio_ucx._cli.report import EXPLANATION, paragraph, trial_json, trial_text
-from trio_ucx._cli.trials import Candidate, Trial
-from trio_ucx._cli.tune import figures_of, trial_of
+from trio_ucx._cli.errors import EXPECTED, AlreadyReported, describe
+from trio_ucx._cli.measuring import progress_bar
 from trio_ucx.ucp._quirks.default_options import DEFAULT_OPTIONS
 
 #: Over TCP, and as UCX chooses: shared memory, inside a machine.
 TRANSPORTS = ("tcp", "all")
 SECONDS = 0.2
+WIDTH = 100
+
+EXPLANATION = (
+    f"Speeds are multiples of the default's, medians of {ROUNDS} rounds: 1.20 x is 20 % faster (latencies, too). "
+    f"Faster is what is so by more than {MARGIN:.0%} and in every round, slower what is so by more than {MARGIN:.0%}. "
+    "Latency: half of a round trip; bandwidth and rate: one way, many in flight; MB: 10^6 bytes; data verified."
+)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="defaults.py",
         description="Compares trio_ucx's defaults for UCX's options with UCX's own, each alone and all together, "
-        "between two processes of this machine. Between two machines: `python -m trio_ucx perf HOST:PORT --tune`.",
+        "between two processes of this machine.",
     )
     add = parser.add_argument
     add("--transports", default=" ".join(TRANSPORTS), help=f"one or more TLS of UCX ('{' '.join(TRANSPORTS)}')")
@@ -47,41 +49,43 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def trials(options: Sequence[Option]) -> list[Trial]:
     """Our value and UCX's of each option, then of all."""
-    alone = [trial_of(option, (option.default, str(option.of_ucx))) for option in options]
+    alone = [
+        Trial(
+            f"{option.name}: {option.about}",
+            option.figures,
+            Candidate(option.ours, {option.name: option.ours}),
+            Candidate(option.of_ucx, {option.name: option.of_ucx}),
+        )
+        for option in options
+    ]
     together = Trial(
         "All of them",
         figures_of(options),
-        [
-            Candidate("trio_ucx's", [(option.name, option.default) for option in options]),
-            Candidate("UCX's", [(option.name, str(option.of_ucx)) for option in options]),
-        ],
+        Candidate("trio_ucx's", {option.name: option.ours for option in options}),
+        Candidate("UCX's", {option.name: option.of_ucx for option in options}),
     )
     return [*alone, together]
 
 
 async def measure(transports: str, seconds: float) -> list[Trial]:
     done = []
-    authkey = secrets.token_hex(16)
-    async with (
-        open_server(transports, authkey) as address,
-        chosen_worker(transports) as worker,
-        connect(address, worker=worker, authkey=authkey.encode()) as connection,
-    ):
-        client = Client(connection, authkey.encode())
-        await client.introduce()
-        await client.run_next(Kind.LATENCY, 8, 1)  # only after a message UCX knows which lanes it uses
-        lanes = connection.endpoint.transports
-        print(f"\nTLS={transports}: {', '.join(dict.fromkeys(lane.name for lane in lanes))}\n")
-        for trial in trials([one for one in OPTIONS.values() if one.of_ucx is not None and not one.unfit(lanes)]):
-            try:
-                with progress_bar(trial.title) as advance:
-                    await trial.run(client, seconds, advance)
-            except CandidateError as error:
-                print(f"{trial.title}\n  not measured: {error}\n")
-                continue
+    async with open_client(transports, {}) as client:
+        lanes = client.connection.endpoint.transports
+    print(f"\nTLS={transports}: {', '.join(dict.fromkeys(lane.name for lane in lanes))}\n")
+    for trial in trials([option for option in OPTIONS.values() if option.matters(lanes)]):
+        try:
+            with progress_bar(trial.title) as advance:
+                await trial.run(transports, seconds, advance)
+        except* (*EXPECTED, AlreadyReported) as error:
+            print(f"{trial.title}\n  not measured: {describe(error)}\n")
+        else:
             print(trial_text(trial), flush=True)
             done.append(trial)
     return done
+
+
+def paragraph(text: str) -> str:
+    return textwrap.fill(text, WIDTH)
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -90,7 +94,7 @@ def main(given: Sequence[str] | None = None) -> int:
     print(paragraph(EXPLANATION))
     found = {one: trio.run(measure, one, arguments.seconds) for one in arguments.transports.split()}
     others = [name for name in DEFAULT_OPTIONS if name not in OPTIONS]
-    print(paragraph(f"Not about speed, see trio_ucx/ucp/_context.py: {', '.join(others)}."))
+    print(paragraph(f"Not about speed, see trio_ucx/ucp/_quirks/default_options.py: {', '.join(others)}."))
     if warning := quiet.warning(busy):
         print(warning, file=sys.stderr)
     if arguments.json:

@@ -6,20 +6,42 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.append(str(ROOT))  # at the end: what is installed is tested
 
-from benchmarks import chains, compare, crowded, defaults, marks, microseconds, report, runner, stats, steps  # noqa: E402
+from benchmarks import (  # noqa: E402
+    chains,
+    compare,
+    crowded,
+    defaults,
+    marks,
+    microseconds,
+    report,
+    runner,
+    stats,
+    steps,
+    trials,
+)
 from benchmarks.contenders import Contender, all_contenders, load, ours_many, ours_watched, perftest  # noqa: E402
 from benchmarks.jobs import BY_SIZE, Batch, Job, pattern  # noqa: E402
-from trio_ucx._cli import quiet, trials  # noqa: E402
+from benchmarks.options import OPTIONS, Figure  # noqa: E402
+from trio_ucx import ucp  # noqa: E402
+from trio_ucx._cli import quiet  # noqa: E402
+from trio_ucx._native import ucx  # noqa: E402
+from trio_ucx.ucp._context import _memory_units  # noqa: E402
+from trio_ucx.ucp._quirks.default_options import DEFAULT_OPTIONS  # noqa: E402
+from trio_ucx.ucp._quirks.releases import WELL_CONFIGURABLE  # noqa: E402
+
+configurable = pytest.mark.skipif(ucx.version < WELL_CONFIGURABLE, reason="this UCX is hardly configurable")
 
 
 def test_figures_of_round_trips() -> None:
@@ -190,6 +212,82 @@ def test_it_runs(tmp_path: Path) -> None:
     assert "what trio_ucx has to reach" in ended.stdout
 
 
+# ---- UCX's options ----
+
+
+def against_default(**figures: Sequence[float]) -> trials.Comparison:
+    """Made-up ratios; the default's own speeds differ from round to round, as they do."""
+    rounds = [dict(zip(figures, ratios, strict=True)) for ratios in zip(*figures.values(), strict=True)]
+    default = [dict.fromkeys(figures, 100 * (1 + number)) for number in range(len(rounds))]
+    other = [{name: default[number][name] * ratio for name, ratio in one.items()} for number, one in enumerate(rounds)]
+    return trials.compare(default, other)
+
+
+STEADY = (1.0, 0.99, 1.02, 1.01, 0.98)
+CLEAR = (1.3, 1.2, 1.25, 1.4, 1.1)
+
+
+@pytest.mark.parametrize(
+    ("figures", "better", "worse"),
+    [
+        ({"a": CLEAR, "b": STEADY}, {"a"}, set()),
+        ({"a": STEADY, "b": STEADY}, set(), set()),
+        ({"a": (1.5, 1.6, 0.9, 1.7, 1.4)}, set(), set()),  # not in every round: it may be noise
+        ({"a": (1.04, 1.03, 1.04, 1.02, 1.04)}, set(), set()),  # in every round, but hardly
+        ({"a": CLEAR, "b": (0.8, 0.9, 0.85, 0.9, 0.88)}, {"a"}, {"b"}),  # a win here and a loss there
+        ({"a": CLEAR, "b": (0.8, 1.2, 0.85, 1.1, 0.9)}, {"a"}, {"b"}),  # a loss need not be certain
+        ({"a": CLEAR, "b": (0.97, 0.96, 0.97, 0.96, 0.98)}, {"a"}, set()),  # a loss that does not matter
+    ],
+)
+def test_what_is_clear(figures: dict[str, Sequence[float]], better: set[str], worse: set[str]) -> None:
+    comparison = against_default(**figures)
+    assert comparison.better == better
+    assert comparison.worse == worse
+
+
+def test_the_table_of_a_trial() -> None:
+    """Latencies count inversely; a candidate that uses other lanes says so."""
+    figures = (Figure("latency", 8), Figure("bandwidth", 2**20))
+    ours, others = trials.Candidate("64k", {"X": "64k"}), trials.Candidate("8k", {"X": "8k"})
+    ours.rounds = [dict(zip(figures, (10.0 + number, 1000.0), strict=True)) for number in range(5)]
+    others.rounds = [dict(zip(figures, (2 * (10.0 + number), 1500.0), strict=True)) for number in range(5)]
+    ours.lanes, others.lanes = ["sysv"], ["tcp"]
+    title, names, default, noise, other = trials.trial_text(trials.Trial("X: what", figures, ours, others)).splitlines()
+    assert (title, names.split()) == ("X: what", ["latency", "8", "bandwidth", "1M"])
+    assert default.split() == ["64k", "(default)", "12.00", "us", "1,000", "MB/s"]
+    assert noise.split() == ["its", "rounds", "differ", "by", "33%", "0%"]
+    assert other.split(maxsplit=5) == ["8k", "0.50", "x", "1.50", "x", other[other.index("faster") :]]
+    assert other.endswith("faster: bandwidth 1M; slower: latency 8 (over tcp)")
+
+
+@configurable
+def test_the_options_have_our_defaults() -> None:
+    for name, option in OPTIONS.items():
+        units = _memory_units(DEFAULT_OPTIONS[name])
+        assert option.ours == DEFAULT_OPTIONS[name] if units is None else _memory_units(option.ours) == units
+        assert len({figure.key for figure in option.figures}) == len(option.figures)
+
+
+@configurable
+@pytest.mark.parametrize("name", OPTIONS)
+def test_this_ucx_takes_both_values(name: str) -> None:
+    for value in (OPTIONS[name].ours, OPTIONS[name].of_ucx):
+        with ucp.open_context({name: value}):
+            pass
+
+
+@configurable
+async def test_both_ends_have_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the environment has others."""
+    monkeypatch.setenv("UCX_MM_ERROR_HANDLING", "n")
+    for value, shared_memory in (("y", True), ("n", False)):
+        with trio.fail_after(60):
+            async with trials.open_client("all", {"MM_ERROR_HANDLING": value}) as client:
+                assert client.connection.worker.context.config["MM_ERROR_HANDLING"] == value
+                assert client.connection.shared_memory is shared_memory
+
+
+@configurable
 @pytest.mark.full
 def test_our_defaults_against_ucxs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -203,8 +301,21 @@ def test_our_defaults_against_ucxs(
     assert "Not about speed" in shown and "TCP_CM_REUSEADDR" in shown
     alone, together = json.loads(file.read_text())["tcp"]
     assert [one["name"] for one in alone["values"]] == ["n", "y"]
+    assert [one["config"] for one in alone["values"]] == [{"ADAPTIVE_PROGRESS": "n"}, {"ADAPTIVE_PROGRESS": "y"}]
     assert [one["name"] for one in together["values"]] == ["trio_ucx's", "UCX's"]
-    assert all(len(one["rounds"]) == 2 and not one["trouble"] for one in alone["values"] + together["values"])
+    for one in alone["values"] + together["values"]:
+        assert len(one["rounds"]) == 2 and one["transports"] == ["tcp"]
+        assert all(value > 0 for figures in one["rounds"] for value in figures.values())
+    keys = {figure.key for figure in OPTIONS["ADAPTIVE_PROGRESS"].figures}
+    assert set(alone["speed"]) == set(together["speed"]) == keys
+
+
+@configurable
+def test_options_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    option = defaults.Option("NO_SUCH_OPTION", "made up", "1", "2")
+    monkeypatch.setattr(defaults, "OPTIONS", {option.name: option})
+    assert defaults.main(["--transports=tcp", "--seconds=0.001"]) == 0
+    assert capfd.readouterr().out.count("not measured: UCX does not know an option 'NO_SUCH_OPTION'") == 2
 
 
 @pytest.mark.full

@@ -7,11 +7,6 @@
     ends        the two ends of a measurement: their protocol, and how they verify data
     measuring   measuring for a number of seconds or messages, with a progress bar
     perf        the command perf: server, client, results
-    options     the options of UCX that --tune tries, and their values
-    verdict     whether a value is clearly faster than the default
-    trials      comparing values by turns
-    tune        the client of perf --tune, and what it proposes
-    report      the output of perf --tune
     pair        both ends as processes of this machine
     waits       the command report: asks another process for its report
     mesh        the command mesh: starts the ranks of a mesh on this machine

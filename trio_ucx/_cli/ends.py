@@ -26,16 +26,6 @@ each round which way the payloads go.
 
 Instead of plain_port, or of ready, the server may say closed, with the reason: there is no stream then.
 
-For ``--tune`` the client asks for a candidate: another connection, between workers with other options on both sides.
-
-    client                  server
-    open               ->                 options and values, by their names in the table of options.py
-                       <-   port          a worker with them listens there, for one connection
-    ... rounds over the new connection, until the client closes it
-                       <-   closed        the worker is gone; or, with an error, the candidate failed or was refused
-
-A server has one candidate at a time, which ends with its client's turn.
-
 Payloads are pieces of a pattern that both ends make from a seed. Each round uses another part of it, so that lost,
 stale and swapped data are noticed. Each end keeps all payloads of a round and compares them afterwards, outside the
 measured time.
@@ -49,28 +39,23 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from functools import partial
 from typing import Any
 
 import attrs
 import trio
 
-from .. import Connection, Listener, connect, open_ucx_listeners
+from .. import Connection
 from .._native import ucx
 from .._version import __version__
-from ..ucp import Worker, open_worker
-from ..ucp._status import UCXError
 from ..ucp._util import check_integer, printable
-from .errors import CandidateError, PerfError, describe, is_expected
-from .options import Choice, config_of
+from .errors import PerfError, describe
 from .paths import CONTROL_TAG, ConnectionPath, PayloadPath, StreamPath, accept_stream, broken_stream, connect_stream
 from .sizes import MAX_SIZE
 
 PROTOCOL = 1
-#: The versions of two parts that servers of protocol 1 need not know: for ``--tune``, and for plain TCP.
-TUNING = 1
+#: The version of a part that servers of protocol 1 need not know: plain TCP.
 PLAIN = 1
 #: The longest control message.
 MAX_CONTROL = 2**14
@@ -80,13 +65,8 @@ ROUND_BYTES = 8 * 2**20
 #: The number of places in the pattern at which rounds begin.
 SHIFTS = 4096
 
-#: Options of the first connection's worker that the candidates' workers get as well.
-CANDIDATES_TOO = ("TLS", "TCP_AF_PRIO")
-
 #: Seconds that an end waits for the other.
 PATIENCE = 60
-#: Seconds that a candidate's worker waits for the client: longer than connect_timeout.
-CANDIDATE_PATIENCE = 15
 
 
 class Kind(enum.Enum):
@@ -176,7 +156,7 @@ def _pieces(data: memoryview, size: int) -> list[memoryview]:
 
 
 def hello() -> dict[str, Any]:
-    return {"perf": PROTOCOL, "tune": TUNING, "plain": PLAIN, "trio_ucx": __version__, "ucx": ucx.release}
+    return {"perf": PROTOCOL, "plain": PLAIN, "trio_ucx": __version__, "ucx": ucx.release}
 
 
 def _text(value: Any) -> str:
@@ -207,27 +187,21 @@ def _flag(value: Any) -> bool:
     return value
 
 
-def _choices(value: Any) -> list[Choice]:
-    return [(_text(name), _text(choice)) for name, choice in value]
-
-
 #: The entries of each control message, by the entry that identifies the message.
 SHAPES: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "perf": {"perf": _number, "tune": _number, "plain": _number, "trio_ucx": _text, "ucx": _text},
+    "perf": {"perf": _number, "plain": _number, "trio_ucx": _text, "ucx": _text},
     "kind": {"kind": _text, "seed": _text, "size": _number, "count": _number, "shift": _number, "plain": _flag},
     "tcp": {"tcp": _true},
     "plain_port": {"plain_port": _port, "token": _text},
     "ready": {"ready": _true},
     "received": {"received": _true},
     "verified": {"verified": _true},
-    "open": {"open": _choices},
-    "port": {"port": _port},
     "closed": {"closed": _true, "why": _text},
     "error": {"error": _text},
 }
 
 #: What peers leave out that do not know it.
-_DEFAULTS: dict[str, dict[str, Any]] = {"perf": {"tune": 0, "plain": 0}, "kind": {"plain": False}}
+_DEFAULTS: dict[str, dict[str, Any]] = {"perf": {"plain": 0}, "kind": {"plain": False}}
 
 
 def read_message(data: bytearray, *wanted: str) -> dict[str, Any] | None:
@@ -270,27 +244,38 @@ def check_hello(message: dict[str, Any]) -> None:
         raise PerfError(f"the other side is trio_ucx {message['trio_ucx']}, whose perf speaks another protocol")
 
 
-async def serve(connection: Connection, turn: trio.Lock, **credentials: Any) -> None:
-    """The server's end of a connection, until the client closes it.
+async def serve(connection: Connection, turn: trio.Lock) -> None:
+    """The server's end of a connection, until the client closes it, which gets the text of any error.
 
     Args:
-        credentials: ``authkey`` and ``allow_anyone``, for the connections of candidates.
+        turn: held while this client is served.
+
+    Raises:
+        PerfError: the client sends nothing or nonsense, or its data are wrong.
     """
-    async with _reporting_errors(connection):
+    try:
         with trio.fail_after(PATIENCE):
             check_hello(await hear(connection, "perf"))
         async with turn:
             await tell(connection, hello())
-            await _serve_orders(connection, Payloads(), "kind", "open", "tcp", "closed", **credentials)
+            await _serve_orders(connection)
+    except trio.EndOfChannel:
+        return
+    except trio.TooSlowError:
+        raise PerfError(f"the client has sent nothing for {PATIENCE} seconds") from None
+    except PerfError as error:
+        await tell(connection, {"error": printable(str(error))})
+        raise
 
 
-async def _serve_orders(connection: Connection, payloads: Payloads, *known: str, **credentials: Any) -> None:
+async def _serve_orders(connection: Connection) -> None:
+    payloads = Payloads()
     paths: dict[bool, PayloadPath] = {False: ConnectionPath(connection)}
     offered = False  # plain TCP
     async with AsyncExitStack() as streams:
         while True:
             with trio.fail_after(PATIENCE):
-                order = await hear(connection, *known)
+                order = await hear(connection, "kind", "tcp", "closed")
                 if "kind" in order:
                     with broken_stream():
                         await _serve_round(connection, payloads, Round.from_message(order), paths)
@@ -305,80 +290,6 @@ async def _serve_orders(connection: Connection, payloads: Payloads, *known: str,
                 elif "closed" in order and offered:
                     offered = False
                     await tell(connection, {"closed": True, "why": ""})
-            if "open" in order:
-                await _serve_candidate(connection, payloads, order["open"], credentials)
-
-
-@asynccontextmanager
-async def _reporting_errors(connection: Connection) -> AsyncIterator[None]:
-    """Returns when the client closes the connection; sends it the errors of the block."""
-    try:
-        yield
-    except trio.EndOfChannel:
-        return
-    except trio.TooSlowError:
-        raise PerfError(f"the client has sent nothing for {PATIENCE} seconds") from None
-    except PerfError as error:
-        await tell(connection, {"error": printable(str(error))})
-        raise
-
-
-async def _serve_candidate(
-    connection: Connection, payloads: Payloads, asked: Sequence[Choice], credentials: dict[str, Any]
-) -> None:
-    """Opens a worker with these options, serves one connection to it, and tells the client how that ended."""
-    why = ""
-    host = connection.local_address[0] if connection.local_address is not None else None
-    try:
-        async with candidate_worker(connection.worker, asked) as worker:
-            [listener] = await open_ucx_listeners(0, host=host, worker=worker, backlog=1, **credentials)
-            async with listener:
-                await tell(connection, {"port": listener.address[1]})
-                candidate = await _accept_candidate(connection, listener)
-                async with candidate, _reporting_errors(candidate):
-                    await listener.aclose()
-                    await _serve_orders(candidate, payloads, "kind")
-    except Exception as error:
-        if not is_expected(error):
-            raise
-        why = describe(error)
-    await tell(connection, {"closed": True, "why": printable(why)})
-
-
-async def _accept_candidate(connection: Connection, listener: Listener) -> Connection:
-    candidate: Connection | None = None
-    try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(partial(connection.wait_message, tag=CONTROL_TAG))  # raises when the client is gone
-            with trio.move_on_after(CANDIDATE_PATIENCE):
-                candidate = await listener.accept()
-            nursery.cancel_scope.cancel()
-    except BaseException:
-        if candidate is not None:
-            candidate.abort()
-        raise
-    if candidate is None:
-        raise PerfError("the client did not connect")
-    return candidate
-
-
-@asynccontextmanager
-async def candidate_worker(worker: Worker, asked: Sequence[Choice]) -> AsyncIterator[Worker]:
-    """Opens a worker with the requested options, and with the transports and the address family of ``worker``.
-
-    Raises:
-        CandidateError: the options are not in our table, or UCX does not accept them.
-    """
-    config = config_of(asked)
-    if config is None:
-        raise CandidateError(f"{asked} is not among the options and values that trio_ucx {__version__} tries")
-    kept = {name: value for name, value in worker.context.config.items() if name in CANDIDATES_TOO}
-    async with AsyncExitStack() as stack:
-        try:
-            candidate = await stack.enter_async_context(open_worker(config={**kept, **config}))
-        except (ValueError, UCXError) as error:
-            raise CandidateError(str(error)) from error
-        yield candidate
 
 
 async def _serve_round(
@@ -430,24 +341,12 @@ def _blank_rounds() -> Iterator[Round]:
 
 
 class Client:
-    """The client's end of a connection. Call :meth:`introduce` first, then run any number of rounds.
+    """The client's end of a connection. Call :meth:`introduce` first, then run any number of rounds."""
 
-    Args:
-        authkey: the server's.
-        payloads, rounds: those of another connection to the same server; by default its own.
-    """
-
-    def __init__(
-        self,
-        connection: Connection,
-        authkey: bytes | None = None,
-        payloads: Payloads | None = None,
-        rounds: Iterator[Round] | None = None,
-    ) -> None:
+    def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._authkey = authkey
-        self._payloads = payloads or Payloads()
-        self._rounds = rounds or _blank_rounds()
+        self._payloads = Payloads()
+        self._rounds = _blank_rounds()
         self._paths: dict[bool, PayloadPath] = {False: ConnectionPath(connection)}
 
     async def introduce(self) -> dict[str, Any]:
@@ -525,33 +424,3 @@ class Client:
         if round.kind is Kind.LATENCY:
             self._payloads.verify(round)
         return Timing(total, round_trips)
-
-    @asynccontextmanager
-    async def candidate(self, choices: Sequence[Choice]) -> AsyncIterator[Client]:
-        """Opens another connection, between workers that have these options on both sides.
-
-        Raises:
-            CandidateError: either side cannot have these options, or the connection with them failed.
-            trio.BrokenResourceError, trio.EndOfChannel: the server is gone.
-        """
-        connection = self.connection
-        assert connection.remote_address is not None
-        async with candidate_worker(connection.worker, choices) as worker:
-            await tell(connection, {"open": choices})
-            answer = await self._hear_about_candidate("port", "closed")
-            if "closed" in answer:
-                raise CandidateError(f"the other side: {answer['why']}")
-            try:
-                address = connection.remote_address[0], answer["port"]
-                async with connect(address, worker=worker, authkey=self._authkey) as other:
-                    yield Client(other, None, self._payloads, self._rounds)
-            except Exception as error:
-                if not is_expected(error):
-                    raise
-                await self._hear_about_candidate("closed")  # raises when the server itself is gone
-                raise CandidateError(describe(error)) from error
-            await self._hear_about_candidate("closed")
-
-    async def _hear_about_candidate(self, *wanted: str) -> dict[str, Any]:
-        with _within_patience(f"no answer from the server for {PATIENCE} seconds"):
-            return await hear(self.connection, *wanted)

@@ -15,10 +15,6 @@ class PerfError(Exception):
     """A measurement cannot go on; the text is all that the user needs."""
 
 
-class CandidateError(PerfError):
-    """These options cannot be measured between the two ends, but others can."""
-
-
 class AlreadyReported(Exception):
     """A process of this command has failed, and has written why itself."""
 

@@ -8,7 +8,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -41,15 +41,22 @@ async def run_pair(arguments: argparse.Namespace) -> int:
 
 
 @asynccontextmanager
-async def open_server(transports: str | None, authkey: str) -> AsyncIterator[str]:
-    """Starts a server process, which ends with the block; yields its address. A server that ends early is an error."""
+async def open_server(
+    transports: str | None, authkey: str, options: Mapping[str, str] | None = None
+) -> AsyncIterator[str]:
+    """Starts a server process, which ends with the block; yields its address. A server that ends early is an error.
+
+    Args:
+        options: options of UCX for the server, without ``UCX_``; they take precedence over those in the environment.
+    """
+    environment = {**with_authkey(authkey), **{f"UCX_{name}": value for name, value in (options or {}).items()}}
     listen = [*PERF, *transport_options(transports), "--listen=127.0.0.1:0", "--json", "--until-stdin-closes"]
     async with trio.open_nursery() as nursery:
         server: trio.Process = await nursery.start(
             partial(
                 trio.run_process,
                 listen,
-                env=with_authkey(authkey),
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 check=False,
@@ -83,10 +90,6 @@ def client_options(arguments: argparse.Namespace) -> list[str]:
         options.append(f"--iterations={arguments.iterations}")
     if arguments.seconds:
         options.append(f"--seconds={arguments.seconds}")
-    if arguments.tune:
-        options.append("--tune")
-    if arguments.options:
-        options.append(f"--options={','.join(arguments.options)}")
     return options
 
 

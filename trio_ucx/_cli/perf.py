@@ -22,13 +22,12 @@ from .. import Connection, NotAdmitted, connect, serve_ucx
 from .._arguments import check_authkey
 from .._version import __version__
 from ..ucp._address import format_address, split_address
-from . import quiet, tune
+from . import quiet
 from .ends import Client, Kind, Timing, serve
 from .errors import EXPECTED, describe
 from .measuring import DEFAULT_SECONDS, Advance, chosen_worker, half_trips, messages_a_second, progress_bar, repeat
 from .pair import AUTHKEY_VARIABLE, run_pair, transport_options
 from .sizes import format_size, parse_sizes
-from .trials import ROUNDS
 
 DEFAULT_SIZES = "8,256,4k,64k,1M"
 #: With fewer idle cores, the two processes wait for a core now and then.
@@ -101,23 +100,10 @@ def add_command(commands: Any) -> None:
         "--seconds",
         type=parse_positive(float, "number of seconds"),
         metavar="S",
-        help=f"time per measurement, of which there are four per size (default {DEFAULT_SECONDS}), or {ROUNDS} per "
-        f"figure and value with --tune (default {tune.SECONDS})",
+        help=f"time per measurement, of which there are four per size (default {DEFAULT_SECONDS})",
     )
     parser.add_argument(
         "--transports", metavar="TLS", help="UCX transports to use, such as tcp or tcp,sm,self (UCX's option TLS)"
-    )
-    parser.add_argument(
-        "--tune",
-        action="store_true",
-        help="compare values of UCX's options with trio_ucx's defaults, and print what it would set; both ends need "
-        "this trio_ucx",
-    )
-    parser.add_argument(
-        "--options",
-        type=tune.parse_options,
-        metavar="NAMES",
-        help=f"with --tune: only these options (default {','.join(tune.tunable())})",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
@@ -125,14 +111,6 @@ def add_command(commands: Any) -> None:
     def run(arguments: argparse.Namespace) -> int:
         if arguments.listen is not None and any((arguments.sizes, arguments.iterations, arguments.seconds)):
             parser.error("with --listen, the client chooses --sizes, --iterations and --seconds")
-        if arguments.listen is not None and (arguments.tune or arguments.options):
-            parser.error(
-                "with --listen, the client chooses --tune and --options; every server of this trio_ucx knows them"
-            )
-        if arguments.options and not arguments.tune:
-            parser.error("--options selects what --tune compares: add --tune")
-        if arguments.tune and (arguments.sizes or arguments.iterations):
-            parser.error("--tune has its own sizes, and measures by time: use --seconds, not --sizes and --iterations")
         if arguments.transports is not None and not arguments.transports.strip():
             parser.error("--transports needs the name of a transport")
         if arguments.allow_anyone and arguments.listen is None:
@@ -147,7 +125,7 @@ def add_command(commands: Any) -> None:
             return trio.run(run_server, arguments)
         if arguments.address is not None:
             try:
-                return trio.run(tune.run_tune if arguments.tune else run_client, arguments)
+                return trio.run(run_client, arguments)
             except NotAdmitted as error:
                 error.add_note(f"perf takes the key from {AUTHKEY_VARIABLE} or --authkey-file; perf --listen prints it")
                 raise
@@ -181,7 +159,7 @@ async def run_server(arguments: argparse.Namespace) -> int:
 
     async def handle(connection: Connection) -> None:
         try:
-            await serve(connection, turn, **credentials)
+            await serve(connection, turn)
         except* EXPECTED as problem:
             if not arguments.until_stdin_closes:  # else the client runs on this machine, and prints it
                 print(f"client {connection.remote_address}: {describe(problem)}", file=sys.stderr)
@@ -236,7 +214,7 @@ async def run_client(arguments: argparse.Namespace) -> int:
         chosen_worker(arguments.transports) as worker,
         connect(arguments.address, worker=worker, authkey=arguments.authkey) as connection,
     ):
-        client = Client(connection, arguments.authkey)
+        client = Client(connection)
         server = await client.introduce()
         await client.run_next(Kind.LATENCY, 8, 1)  # only after a message UCX knows which lanes it uses
         async with client.plain_tcp(server) as why_not:
