@@ -385,7 +385,7 @@ async def test_refused_puts_are_reported_to_their_connection(transports: str) ->
             memory.close()
             for _ in range(3):
                 await others.put(b"refused")
-                await others.add(1, 8)
+                await others.atomic(ucp.AtomicOp.ADD, 1, 8)
             await remote.flush()
             with pytest.raises(trio_ucx.UCXError, match="before this flush") as caught:
                 await others.flush()
