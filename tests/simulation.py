@@ -23,12 +23,12 @@ import trio
 from outcome import Error
 
 import trio_ucx
-from trio_ucx import _byte_stream as stream
-from trio_ucx import _wire as wire
-from trio_ucx._life import Loss
 from trio_ucx._link import Link, Options, Transport, closing, sending
 from trio_ucx._native import ffi, lib
-from trio_ucx._tag_queue import State, Want
+from trio_ucx._rules import byte_stream as stream
+from trio_ucx._rules import wire
+from trio_ucx._rules.life import Loss
+from trio_ucx._rules.tag_queue import State, Want
 from trio_ucx.ucp import Status
 from trio_ucx.ucp._engine.dispatch import deliver, deliver_failures
 from trio_ucx.ucp._engine.ending import CloseState

@@ -15,8 +15,9 @@ import trio
 from samples import ALL, with_checksum
 
 import trio_ucx
-from trio_ucx import _addresses, ucp
+from trio_ucx import ucp
 from trio_ucx._native import ucx
+from trio_ucx._opening import addresses as _addresses
 from trio_ucx.ucp._process import NOBODY, this_host
 from trio_ucx.ucp._quirks.option_limits import DEFAULT_SIZES
 from trio_ucx.ucp._worker_address import LAYOUT, VERSION

@@ -25,14 +25,15 @@ from helpers import Certificates, Rounds, pattern, until
 from timing import PROMPT, Stopwatch
 
 import trio_ucx
-from trio_ucx import _unix, ucp
-from trio_ucx._arguments import check_exchange_options
+from trio_ucx import ucp
 from trio_ucx._handshake import client as client_side
 from trio_ucx._handshake import handshake as handshake_side
 from trio_ucx._handshake import server as server_side
 from trio_ucx._handshake.control_stream import ControlStream
 from trio_ucx._handshake.exchange import Exchange, Kind
-from trio_ucx._wire import MAGIC, VERSION
+from trio_ucx._opening import unix as _unix
+from trio_ucx._opening.options import check_exchange_options
+from trio_ucx._rules.wire import MAGIC, VERSION
 from trio_ucx.testing import internals
 from trio_ucx.ucp._process import this_host
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trio_ucx
-from trio_ucx import _wire as wire
 from trio_ucx import ucp
-from trio_ucx._batch import Batch
-from trio_ucx._credit import MESSAGE_OVERHEAD
 from trio_ucx._native import lib
+from trio_ucx._rules import wire
+from trio_ucx._rules.batch import Batch
+from trio_ucx._rules.credit import MESSAGE_OVERHEAD
 from trio_ucx.testing import internals
 
 Messages = list[tuple[int, bytes]]

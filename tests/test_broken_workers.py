@@ -18,7 +18,7 @@ from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._shared import shared_worker
+from trio_ucx._opening.run_worker import shared_worker
 from trio_ucx.testing import internals
 
 #: Seconds in which every waiting task must be told.

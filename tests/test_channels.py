@@ -12,9 +12,9 @@ import trio
 from helpers import open_pair, pattern, until
 
 import trio_ucx
-from trio_ucx import _wire as wire
 from trio_ucx import ucp
 from trio_ucx._link import Link, Transport, sending
+from trio_ucx._rules import wire
 from trio_ucx.testing import internals
 
 

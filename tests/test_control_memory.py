@@ -18,7 +18,7 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake.control_stream import CHUNK, MAX_TLS_BYTES, TLS
 from trio_ucx._handshake.exchange import MAX_FRAME, Exchange, Kind
-from trio_ucx._wire import MAGIC, VERSION
+from trio_ucx._rules.wire import MAGIC, VERSION
 from trio_ucx.testing import internals
 
 #: Bytes that one side may keep without processing them: a message of the TLS handshake, or a frame.
@@ -165,7 +165,7 @@ def test_flood(kind: str, is_client: bool, certificates: Certificates) -> None:
                 assert attacked.incoming.pending + len(exchange._buffer) <= MOST_KEPT
                 assert attacked.outgoing.pending <= MAX_TLS_BYTES
 
-    with pytest.raises((ssl.SSLError, trio_ucx._wire.ProtocolError)):
+    with pytest.raises((ssl.SSLError, trio_ucx._rules.wire.ProtocolError)):
         drive()
     if kind == "after close_notify":
         assert taken <= 2 * CHUNK, "at once"

@@ -23,7 +23,7 @@ from trio_ucx import ucp
 from trio_ucx._handshake.exchange import Exchange
 from trio_ucx._handshake.peer_description import PeerDescription, SharedMemory
 from trio_ucx._handshake.server import MAX_EXCHANGES, NO_TLS
-from trio_ucx._wire import MAGIC, VERSION
+from trio_ucx._rules.wire import MAGIC, VERSION
 from trio_ucx.ucp._process import this_host
 
 HEAD = struct.Struct("<IB")

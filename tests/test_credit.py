@@ -14,7 +14,8 @@ from helpers import nothing_happens, open_pair, open_peer, pattern, until
 from refused_memory import few_allocations
 
 from trio_ucx import ucp
-from trio_ucx._credit import (
+from trio_ucx._link import Transport
+from trio_ucx._rules.credit import (
     ANNOUNCEMENT,
     LARGE_OVERHEAD,
     LONE,
@@ -24,7 +25,6 @@ from trio_ucx._credit import (
     SendCredit,
     cost,
 )
-from trio_ucx._link import Transport
 from trio_ucx.ucp import Status
 
 

@@ -14,7 +14,7 @@ from helpers import open_pair, open_peer, until
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._life import Loss
+from trio_ucx._rules.life import Loss
 from trio_ucx.testing import internals
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"

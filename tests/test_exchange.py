@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from samples import ALL, HOST, NETWORK, ONLY_SHARED, SAMPLES, description_with, some_description, with_checksum
 
 import trio_ucx
-from trio_ucx import _wire as wire
 from trio_ucx import ucp
 from trio_ucx._handshake.exchange import (
     EXPECTED,
@@ -36,7 +35,8 @@ from trio_ucx._handshake.exchange import (
     Welcomed,
 )
 from trio_ucx._handshake.peer_description import PeerDescription, SharedMemory, why_not_shared_memory
-from trio_ucx._wire import MAGIC, VERSION, ProtocolError
+from trio_ucx._rules import wire
+from trio_ucx._rules.wire import MAGIC, VERSION, ProtocolError
 from trio_ucx.ucp._engine.peer_workers import Standing
 from trio_ucx.ucp._keys import KEY_SIZE
 from trio_ucx.ucp._process import Host, Process

@@ -17,10 +17,10 @@ from injected_faults import delay_handshakes, has_unexpected_messages, send_fals
 from timing import PROMPT, Stopwatch
 
 import trio_ucx
-from trio_ucx import _wire as wire
 from trio_ucx import ucp
 from trio_ucx._handshake import handshake as handshake_side
 from trio_ucx._handshake.exchange import MAX_FRAME, Kind, Taken
+from trio_ucx._rules import wire
 from trio_ucx.testing import internals
 
 

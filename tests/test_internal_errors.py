@@ -321,7 +321,7 @@ WORD = bytearray(8)
 
 #: Modules whose functions run in deliveries, or are called by Trio's loop.
 MODULES = [
-    *("_batch", "_byte_stream", "_life", "_credit", "_tag_queue", "_wire"),
+    *(f"_rules.{name}" for name in ("batch", "byte_stream", "life", "credit", "tag_queue", "wire")),
     *(f"_link.{name}" for name in ("buffers", "closing", "link", "receiving", "sending", "transport")),
     *(
         f"_handshake.{name}"

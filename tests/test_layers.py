@@ -23,9 +23,15 @@ LAYERS = ["_native", "ucp", "", "mesh", "_cli", "testing"]
 APART = {("testing", "_cli")}
 
 #: The rules of a connection: no I/O, and no copies of the memory that they are about.
-RULES = ["_wire", "_credit", "_unread", "_tag_queue", "_byte_stream", "_life", "_batch"]
+RULES = ["wire", "credit", "unread", "tag_queue", "byte_stream", "life", "batch"]
 #: Besides: the rules of the exchange, which is made of bytes, and of arming. No I/O.
-PURE = [*RULES, "_handshake/exchange", "_handshake/peer_description", "ucp/_transports", "ucp/_engine/arming"]
+PURE = [
+    *(f"_rules/{name}" for name in RULES),
+    "_handshake/exchange",
+    "_handshake/peer_description",
+    "ucp/_transports",
+    "ucp/_engine/arming",
+]
 #: What the rules may import besides each other.
 HARMLESS = {"__future__", "collections", "collections.abc", "enum", "secrets", "struct", "typing", "attrs"}
 #: What the rules may import besides: the part of an end that Connections and endpoints share, and what users get.
@@ -47,7 +53,19 @@ EXCHANGE = {
 COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepcopy"}
 #: The modules of a folder, lowest first.
 ORDER = {
-    "_link": ["transport", "buffers", "sending", "conversations", "receiving", "closing", "link", "__init__"],
+    "_rules": ["wire", "life", "credit", "unread", "batch", "byte_stream", "tag_queue", "__init__"],
+    "_opening": ["unix", "addresses", "backoff", "options", "run_worker", "__init__"],
+    "_link": [
+        "transport",
+        "buffers",
+        "immutable",
+        "sending",
+        "conversations",
+        "receiving",
+        "closing",
+        "link",
+        "__init__",
+    ],
     "_handshake": [
         *("peer_description", "exchange"),
         *("control_stream", "control_sockets", "socket_owner"),
@@ -237,11 +255,10 @@ def test_imports_point_down(path: Path) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_rules_are_pure(name: str) -> None:
     """No trio, no cffi, no UCX, not even for annotations; and no copy of a message."""
-    path = PACKAGE / f"{name}.py"
+    path = PACKAGE / "_rules" / f"{name}.py"
     for imported in imports(path):
         module = imported.rpartition(".")[0] or imported
-        parts = imported.split(".")
-        rules = parts[0] == "trio_ucx" and parts[1] in RULES
+        rules = imported.startswith("trio_ucx._rules.")
         assert imported in HARMLESS | ENDS or module in HARMLESS or rules, imported
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
@@ -254,8 +271,7 @@ def test_rules_of_the_exchange_are_pure(name: str) -> None:
     """No I/O: no trio, no sockets, no UCX. What they import of ``ucp`` is named, one by one."""
     for imported in imports(PACKAGE / "_handshake" / f"{name}.py"):
         module = imported.rpartition(".")[0] or imported
-        parts = imported.split(".")
-        rules = parts[0] == "trio_ucx" and (parts[1] in RULES or parts[1:3] == ["_handshake", "peer_description"])
+        rules = imported.startswith(("trio_ucx._rules.", "trio_ucx._handshake.peer_description"))
         assert imported in HARMLESS | EXCHANGE or module in HARMLESS or rules, imported
 
 

@@ -8,8 +8,9 @@ import re
 import pytest
 from test_end_states import documented
 
-from trio_ucx import PeerState, UCXError, _life
-from trio_ucx._life import ANSWERS, NEXT, Answer, Life, Peer, PeerEvent
+from trio_ucx import PeerState, UCXError
+from trio_ucx._rules import life as _life
+from trio_ucx._rules.life import ANSWERS, NEXT, Answer, Life, Peer, PeerEvent
 from trio_ucx.ucp import Status
 from trio_ucx.ucp._engine.ending import CloseState, Ending
 

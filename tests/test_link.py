@@ -20,15 +20,15 @@ from injected_faults import no_memory_to_record
 from outcome import Error, Value
 from simulation import World, simulated
 
-from trio_ucx import _byte_stream as stream
-from trio_ucx import _wire as wire
-from trio_ucx._credit import ANNOUNCEMENT, SendCredit
-from trio_ucx._life import Loss, Peer
 from trio_ucx._link.buffers import PackedMessages
 from trio_ucx._link.closing import Closing
 from trio_ucx._link.receiving import Receiving, Transfer
 from trio_ucx._link.sending import Sending, SendOperation
-from trio_ucx._tag_queue import TagQueue, Want
+from trio_ucx._rules import byte_stream as stream
+from trio_ucx._rules import wire
+from trio_ucx._rules.credit import ANNOUNCEMENT, SendCredit
+from trio_ucx._rules.life import Loss, Peer
+from trio_ucx._rules.tag_queue import TagQueue, Want
 from trio_ucx.ucp import Status
 from trio_ucx.ucp._engine.waits import Signal
 

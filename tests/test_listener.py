@@ -34,7 +34,7 @@ from trio_ucx._handshake.handshake import Handshake
 from trio_ucx._handshake.registry import Registry
 from trio_ucx._handshake.server import RESERVED_DESCRIPTORS
 from trio_ucx._link import Options
-from trio_ucx._wire import MAGIC, VERSION
+from trio_ucx._rules.wire import MAGIC, VERSION
 from trio_ucx.ucp._address import format_address
 
 

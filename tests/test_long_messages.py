@@ -25,9 +25,9 @@ from helpers import (
 from timing import PROMPT, Stopwatch
 
 import trio_ucx
-from trio_ucx import _wire as wire
 from trio_ucx import ucp
 from trio_ucx._native import lib
+from trio_ucx._rules import wire
 from trio_ucx.ucp._engine.endpoint_core import WRITING_TIME
 
 LONG = lib.TU_LONG

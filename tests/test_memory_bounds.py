@@ -13,7 +13,7 @@ from timing import PROMPT
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._credit import cost
+from trio_ucx._rules.credit import cost
 
 MIB = 2**20
 WINDOW = MIB

@@ -31,7 +31,7 @@ from trio_ucx._handshake import server as server_side
 from trio_ucx._handshake import socket_owner
 from trio_ucx._handshake.exchange import Exchange, Kind, ProtectedMode
 from trio_ucx._handshake.peer_description import PeerDescription
-from trio_ucx._wire import MAGIC, VERSION
+from trio_ucx._rules.wire import MAGIC, VERSION
 
 KEY = "sixteen letters!"
 CURES = ("authkey=", "ssl.CERT_REQUIRED", "allow_anyone=True")

@@ -518,7 +518,7 @@ async def test_retry_stops(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) 
         if len(waits) == 8:
             raise KeyError("enough")
 
-    monkeypatch.setattr("trio_ucx._backoff.trio.sleep", sleep)
+    monkeypatch.setattr("trio_ucx._opening.backoff.trio.sleep", sleep)
     with pytest.raises(KeyError):
         backoff = trio_ucx.Backoff(first=0.1, factor=3, longest=1)
         await trio_ucx.connect(("127.0.0.1", free_port()), worker=worker, retry=backoff).__aenter__()

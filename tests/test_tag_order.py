@@ -13,10 +13,11 @@ from helpers import Rounds, open_pair, resident, until
 from timing import Stopwatch
 
 import trio_ucx
-from trio_ucx import _credit, ucp
-from trio_ucx._credit import ReceiveCredit, SendCredit
+from trio_ucx import ucp
 from trio_ucx._link.receiving import IDLE_QUEUES, Receiving, Transfer
 from trio_ucx._link.transport import Transport
+from trio_ucx._rules import credit as _credit
+from trio_ucx._rules.credit import ReceiveCredit, SendCredit
 from trio_ucx.ucp import Status
 
 Receive = Callable[[trio_ucx.Connection], Awaitable[Any]]

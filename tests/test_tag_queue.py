@@ -9,10 +9,10 @@ import trio
 from helpers import is_free
 
 import trio_ucx
-from trio_ucx import _tag_queue
 from trio_ucx._link.buffers import PackedMessages
 from trio_ucx._link.receiving import PendingReceive
-from trio_ucx._tag_queue import Message, Receive, State, TagQueue, Want
+from trio_ucx._rules import tag_queue as _tag_queue
+from trio_ucx._rules.tag_queue import Message, Receive, State, TagQueue, Want
 from trio_ucx.ucp._engine.ending import Ending
 from trio_ucx.ucp._memory.buffers import Pinned
 

@@ -28,7 +28,7 @@ from trio_ucx._handshake.control_stream import remote_address
 from trio_ucx._handshake.exchange import Exchange, Kind, Refused, UnknownProtocol
 from trio_ucx._handshake.peer_description import PeerDescription
 from trio_ucx._native import ffi, lib
-from trio_ucx._wire import MAGIC, VERSION, ProtocolError, RefusalCode
+from trio_ucx._rules.wire import MAGIC, VERSION, ProtocolError, RefusalCode
 from trio_ucx.mesh._contact import Contact
 from trio_ucx.mesh._launchers import Machine
 from trio_ucx.mesh._messages import _KINDS, decode, encode

@@ -18,11 +18,11 @@ from injected_faults import change_descriptions
 from samples import some_description, with_field, with_field_of_worker
 
 import trio_ucx
-from trio_ucx import _wire as wire
 from trio_ucx import ucp
 from trio_ucx._handshake import exchange, peer_description
 from trio_ucx._handshake.peer_description import PeerDescription
-from trio_ucx._wire import ProtocolError
+from trio_ucx._rules import wire
+from trio_ucx._rules.wire import ProtocolError
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _worker_address as worker_address
 from trio_ucx.ucp._fields import Field

@@ -7,17 +7,14 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
     _native        the compiled module, and loading UCX
     ucp            UCP in Trio idiom; any UCP peer can be talked to with it alone
     here           connections between two trio_ucx peers:
-                     _wire, _credit, _unread,           the rules, without I/O
-                       _tag_queue, _byte_stream,
-                       _batch, _life
+                     _rules                             what is sent, kept, granted and ended; without I/O
                      _errors, _peer_info                why there is no connection, or no more; who the peer is
                      _link                              the rules of one connection, carried out over UCX
-                     _handshake                         opening one: the control socket, authentication, the greeting
+                     _handshake                         how a connection begins: the control socket, authentication
+                     _opening                           addresses, options, attempts; the run's shared worker
                      _connection, _channels,            what the user holds
                        _listener, _server, _statistics
-                     _addresses, _unix                  addresses as text; Unix sockets
-                     _arguments, _shared                what _open and _serve have in common; the run's shared worker
-                     _open, _serve, _backoff            what the user calls; when connect tries again
+                     _open, _serve                      what the user calls
                      _report                            what waits in this process, and why
                      anyio                              Connections for libraries written for anyio
     mesh           groups of processes that a launcher has started
@@ -25,14 +22,14 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
 """
 
 from . import ucp
-from ._addresses import format_address, parse_address
-from ._arguments import ConnectionOptions, ConnectOptions, ListenerOptions
-from ._backoff import Backoff
 from ._channels import Channel
 from ._connection import Connection, Conversations, Messages
 from ._errors import NotAdmitted, NotTrioUCX, PeerClosed, PeerLost, ServerDraining, ServerFull
 from ._listener import Listener, ListenerStatistics
 from ._open import Connecting, connect, open_ucx_stream
+from ._opening.addresses import format_address, parse_address
+from ._opening.backoff import Backoff
+from ._opening.options import ConnectionOptions, ConnectOptions, ListenerOptions
 from ._peer_info import PeerInfo, PeerState
 from ._report import report, report_on_signal
 from ._report import report_as_environment_says as _report_as_environment_says

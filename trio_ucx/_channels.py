@@ -9,10 +9,10 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from ._arguments import check_max_size, check_max_unread
 from ._errors import PeerClosed
 from ._link import ChannelState
-from ._wire import BEGUN
+from ._opening.options import check_max_size, check_max_unread
+from ._rules.wire import BEGUN
 from .ucp._memory.buffers import Buffer, WritableBuffer
 from .ucp._status import about, separate
 from .ucp._util import OpenedNotConstructed

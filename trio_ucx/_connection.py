@@ -10,14 +10,14 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from . import _byte_stream as stream
-from . import _wire as wire
-from ._arguments import check_max_size, check_max_unread
 from ._channels import Channel
 from ._link import Link
+from ._opening.options import check_max_size, check_max_unread
 from ._peer_info import PeerInfo, PeerState
+from ._rules import byte_stream as stream
+from ._rules import wire
+from ._rules.tag_queue import Want
 from ._statistics import ConnectionStatistics
-from ._tag_queue import Want
 from .ucp import Endpoint, Worker
 from .ucp._endpoint import close_in_background
 from .ucp._engine.posting import completed

@@ -6,7 +6,7 @@ import errno
 
 import trio
 
-from ._wire import RefusalCode
+from ._rules.wire import RefusalCode
 from .ucp._status import Error
 
 

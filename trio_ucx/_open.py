@@ -15,15 +15,15 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from ._arguments import KEEPALIVE_INTERVAL, ConnectOptions, check_exchange_options, check_options, check_worker
-from ._backoff import Backoff
 from ._connection import Connection
 from ._handshake.client import Connector
 from ._handshake.handshake import ExchangeOptions
 from ._handshake.registry import Registry
 from ._link import Options
-from ._shared import shared_worker
-from ._unix import unix_path
+from ._opening.backoff import Backoff
+from ._opening.options import KEEPALIVE_INTERVAL, ConnectOptions, check_exchange_options, check_options, check_worker
+from ._opening.run_worker import shared_worker
+from ._opening.unix import unix_path
 from .ucp import Worker
 from .ucp._address import Resolved, SocketAddress, format_address, split_address
 from .ucp._endpoint_options import check_is_ours, check_local_address

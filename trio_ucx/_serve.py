@@ -12,12 +12,12 @@ from typing import Literal, Unpack
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from ._arguments import KEEPALIVE_INTERVAL, ListenerOptions, check_exchange_options, check_options, check_worker
 from ._handshake.server import Acceptor
 from ._listener import Listener
+from ._opening.options import KEEPALIVE_INTERVAL, ListenerOptions, check_exchange_options, check_options, check_worker
+from ._opening.run_worker import shared_worker
+from ._opening.unix import open_unix_listener, unix_path
 from ._server import Handler, OnHandlerError, Server
-from ._shared import shared_worker
-from ._unix import open_unix_listener, unix_path
 from .ucp import Worker
 from .ucp._address import format_address
 from .ucp._listener import check_port

@@ -14,10 +14,10 @@ import attrs
 import trio
 from trio.lowlevel import disable_ki_protection, enable_ki_protection
 
-from ._addresses import reachable_address
 from ._connection import Connection
 from ._errors import PeerClosed
 from ._listener import Listener
+from ._opening.addresses import reachable_address
 from ._report.frames import innermost_place
 from .ucp._status import separate
 from .ucp._util import OpenedNotConstructed, check_timeout

@@ -25,7 +25,7 @@ from trio.lowlevel import enable_ki_protection
 
 import trio_ucx
 
-from ._unix import PREFIX
+from ._opening.unix import PREFIX
 from .ucp._util import refuse_copy
 
 __all__ = ["UCXListener", "UCXStream"]

@@ -17,11 +17,11 @@ from typing import Any
 from simulation import InFlight, Side, World, simulated
 from test_exchange import GOOD_BODIES, KEYS, feed, reach, reachable
 
-from trio_ucx import _wire as wire
 from trio_ucx._handshake.exchange import Kind, State
 from trio_ucx._handshake.peer_description import PeerDescription
-from trio_ucx._life import Loss
-from trio_ucx._tag_queue import Want
+from trio_ucx._rules import wire
+from trio_ucx._rules.life import Loss
+from trio_ucx._rules.tag_queue import Want
 from trio_ucx.ucp import WorkerAddress
 from trio_ucx.ucp._memory.buffers import Pinned
 from trio_ucx.ucp._quirks.address_layout import parse_worker_address

@@ -18,7 +18,7 @@ from helpers import free_port
 
 import trio_ucx
 from trio_ucx import mesh, ucp
-from trio_ucx._wire import MAGIC, VERSION, RefusalCode
+from trio_ucx._rules.wire import MAGIC, VERSION, RefusalCode
 from trio_ucx.mesh import _meeting_file
 from trio_ucx.mesh._contact import Contact
 from trio_ucx.mesh._meeting import Coordinator, Follower, name_ranks

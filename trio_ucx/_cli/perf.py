@@ -19,7 +19,7 @@ import attrs
 import trio
 
 from .. import Connection, NotAdmitted, connect, serve_ucx
-from .._arguments import check_authkey
+from .._opening.options import check_authkey
 from .._version import __version__
 from ..ucp._address import format_address, split_address
 from . import quiet

@@ -12,5 +12,5 @@ In this order, each module imports only those above it, and ``client`` and ``ser
     client            the side that connects
     server            the side that listens
 
-It may import the rules (``_wire``), ``_link`` and the layers below.
+It may import the rules (``_rules.wire``), ``_link`` and the layers below.
 """

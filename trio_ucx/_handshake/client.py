@@ -11,7 +11,7 @@ import trio
 
 from .._errors import NotTrioUCX, refusal
 from .._link import Link, Options
-from .._wire import ProtocolError, RefusalCode
+from .._rules.wire import ProtocolError, RefusalCode
 from ..ucp._engine.operations import under_way
 from ..ucp._status import UCXError
 from .control_stream import ControlStream, set_keepalive

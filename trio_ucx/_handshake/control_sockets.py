@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import trio
 
-from .._life import Loss
 from .._peer_info import PeerInfo
-from .._wire import ProtocolError
+from .._rules.life import Loss
+from .._rules.wire import ProtocolError
 from ..ucp._contained import contained
 from ..ucp._engine.engine import Engine
 from ..ucp._live_handles import live_handles

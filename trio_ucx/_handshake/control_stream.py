@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import trio
 
-from .._wire import MAGIC, ProtocolError
+from .._rules.wire import MAGIC, ProtocolError
 from ..ucp._address import family_of
 from ..ucp._util import printable
 

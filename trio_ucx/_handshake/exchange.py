@@ -33,7 +33,7 @@ from typing import ClassVar
 
 import attrs
 
-from .._wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError, RefusalCode
+from .._rules.wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError, RefusalCode
 from ..ucp._engine.peer_workers import Standing
 from ..ucp._keys import KEY_SIZE, KeyPair, new_key
 from ..ucp._util import printable

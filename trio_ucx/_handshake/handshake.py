@@ -24,10 +24,10 @@ import attrs
 import trio
 from outcome import Error, Value
 
-from .. import _wire as wire
 from .._errors import refusal
-from .._life import Loss
 from .._link import Link, Options, Transport
+from .._rules import wire
+from .._rules.life import Loss
 from ..ucp import WorkerAddress
 from ..ucp._address import family_of, format_address
 from ..ucp._connecting import connect_shared

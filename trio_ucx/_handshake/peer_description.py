@@ -8,7 +8,7 @@ import zlib
 
 import attrs
 
-from .._wire import MAX_WINDOW, MIN_THRESHOLD, MIN_WINDOW, ProtocolError
+from .._rules.wire import MAX_WINDOW, MIN_THRESHOLD, MIN_WINDOW, ProtocolError
 from ..ucp._fields import Field, Layout
 from ..ucp._transports import check_without_shared_memory, obstacle_to_shared_memory
 from ..ucp._util import printable

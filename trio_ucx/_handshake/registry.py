@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from .. import _wire as wire
 from .._link import Options
 from .._native import ucx
+from .._rules import wire
 from .._version import __version__
 from ..ucp import Feature, Worker
 from ..ucp._engine.engine import Engine

@@ -34,7 +34,7 @@ from itertools import islice
 import trio
 
 from .._link import Link, Options
-from .._wire import ProtocolError, RefusalCode
+from .._rules.wire import ProtocolError, RefusalCode
 from ..ucp import Worker
 from ..ucp._address import format_address
 from ..ucp._contained import contained, report

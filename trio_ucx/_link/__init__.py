@@ -1,4 +1,4 @@
-"""One connection over UCX: the rules (``_credit``, ``_tag_queue``, ...) carried out over an endpoint.
+"""One connection over UCX: the rules (``_rules.credit``, ``_rules.tag_queue``, ...) carried out over an endpoint.
 
 Three owners have a connection, and :class:`Link` joins them: sending, receiving, and closing. ``transport`` is their
 way to UCX, ``buffers`` are messages in memory, ``conversations`` are channels within the connection. This folder may

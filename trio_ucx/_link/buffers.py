@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .._byte_stream import READ_SIZE
+from .._rules.byte_stream import READ_SIZE
 
 #: So many bytes that were taken already may be kept.
 _KEPT = 4096
 
 
 class PackedMessages:
-    """Small messages of one length, one after the other in one bytes object: a ``_tag_queue.Packed``."""
+    """Small messages of one length, one after the other in one bytes object: a ``_rules.tag_queue.Packed``."""
 
     __slots__ = ("_data", "_position", "left", "length")
 

@@ -7,7 +7,7 @@ The graceful close
    not over, STOP tells the peer first that we receive nothing any more.
 2. Send GOODBYE and wait for ACK, which the peer's library sends. Flushed means, over TCP, handed to the kernel, which
    drops it when we close with unread input; acknowledged means that it has arrived.
-3. If the peer has sent GOODBYE, too, stay until it has our ACK (``_life`` says why).
+3. If the peer has sent GOODBYE, too, stay until it has our ACK (``_rules.life`` says why).
 4. Leave the endpoint. The last connection that does so keeps it for a moment if nothing was left there, and else closes
    it by force. (UCX's own graceful close cannot be given up, and would hang on a stopped peer.)
 
@@ -23,9 +23,9 @@ from typing import Protocol
 
 import trio
 
-from .. import _wire as wire
 from .._errors import PeerClosed, PeerLost
-from .._life import Life, Loss, Peer, PeerEvent
+from .._rules import wire
+from .._rules.life import Life, Loss, Peer, PeerEvent
 from ..ucp._contained import contained, report
 from ..ucp._engine.ending import CloseState, internal_failure
 from ..ucp._engine.operations import under_way

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import attrs
 import trio
 
-from .. import _wire as wire
 from .._errors import PeerClosed, PeerLost
+from .._rules import wire
 from ..ucp._status import Origin, about
 from .sending import Sending
 

@@ -13,11 +13,10 @@ from typing import cast
 import attrs
 import trio
 
-from .. import _wire as wire
-from .._copies import immutable
-from .._life import Life
 from .._peer_info import PeerInfo
-from .._tag_queue import Want
+from .._rules import wire
+from .._rules.life import Life
+from .._rules.tag_queue import Want
 from ..ucp import Worker
 from ..ucp._engine.ending import CloseState
 from ..ucp._engine.posting import completed
@@ -25,6 +24,7 @@ from ..ucp._live_handles import live_handles
 from ..ucp._memory.buffers import Buffer, WritableBuffer
 from ..ucp._tag import is_short
 from .closing import Closing
+from .immutable import immutable
 from .receiving import Receiving
 from .sending import Sending
 from .transport import Transport

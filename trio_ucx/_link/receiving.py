@@ -14,11 +14,11 @@ from typing import Any, cast
 import trio
 from outcome import Error, Value
 
-from .. import _wire as wire
-from .._credit import ReceiveCredit
-from .._life import Answer, Life, Peer
 from .._native import lib
-from .._tag_queue import Message, Receive, State, TagQueue, Want
+from .._rules import wire
+from .._rules.credit import ReceiveCredit
+from .._rules.life import Answer, Life, Peer
+from .._rules.tag_queue import Message, Receive, State, TagQueue, Want
 from ..ucp._contained import contained
 from ..ucp._engine.operations import Operation
 from ..ucp._engine.posting import pin
@@ -35,7 +35,7 @@ IDLE_QUEUES = 64
 
 
 class Receiving:
-    """The receiving half of a connection: a ``ucp._engine.tag_dispatch.TagSink`` and a ``_tag_queue.Mover``.
+    """The receiving half of a connection: a ``ucp._engine.tag_dispatch.TagSink`` and a ``_rules.tag_queue.Mover``.
 
     Args:
         on_frame: called with each control frame.
@@ -418,7 +418,7 @@ class Receiving:
     # ---- what the tag queues ask ----
 
     def move(self, message: Message, receive: Receive | None) -> None:
-        """See :class:`_tag_queue.Mover`."""
+        """See :class:`_rules.tag_queue.Mover`."""
         fresh, contents = receive is None, None
         if receive is None:
             contents = new_bytes(message.length)
@@ -466,7 +466,7 @@ class Receiving:
                 self._acknowledge()
 
     def consumed(self, message: Message) -> None:
-        """See :class:`_tag_queue.Mover`."""
+        """See :class:`_rules.tag_queue.Mover`."""
         if message.queue.number == wire.BEGUN:
             return  # it was no message of the peer's
         amount = self.credit.consumed(message.length)
@@ -476,7 +476,7 @@ class Receiving:
             self.answer_asks()
 
     def dropped(self, message: Message) -> None:
-        """See :class:`_tag_queue.Mover`."""
+        """See :class:`_rules.tag_queue.Mover`."""
         self._drops.append(wire.Dropped(message.queue.number, message.length))
         self.report_drops()
 
@@ -490,15 +490,15 @@ class Receiving:
             self._drops.pop(0)
 
     def discard(self, message: Message) -> None:
-        """See :class:`_tag_queue.Mover`."""
+        """See :class:`_rules.tag_queue.Mover`."""
         self.transport.discard(message.handle)
 
     def give_up(self, message: Message) -> None:
-        """See :class:`_tag_queue.Mover`."""
+        """See :class:`_rules.tag_queue.Mover`."""
         self.transport.give_up(message.handle)
 
     def detached(self, receive: Receive, detached: bool) -> None:
-        """See :class:`_tag_queue.Mover`."""
+        """See :class:`_rules.tag_queue.Mover`."""
         if detached:
             self.detached_receives.add(receive)
         else:
@@ -612,7 +612,7 @@ class Receiving:
 
 
 class PendingReceive(Pending):
-    """A receive: a ``_tag_queue.Receive``. Owns the user's buffer, if it has one, until it ends or is detached."""
+    """A receive: a ``tag_queue.Receive``. Owns the user's buffer, if it has one, until it ends or is detached."""
 
     __slots__ = ("_receiving", "detached", "limit", "message", "pins", "queue", "want")
 

@@ -16,13 +16,13 @@ from typing import Any
 import trio
 from outcome import Error, Outcome, Value
 
-from .. import _byte_stream as stream
-from .. import _wire as wire
-from .._batch import Batch
-from .._credit import SendCredit
-from .._life import Answer, Life
-from .._unread import UnreadThere
-from .._wire import SMALL_MESSAGE
+from .._rules import byte_stream as stream
+from .._rules import wire
+from .._rules.batch import Batch
+from .._rules.credit import SendCredit
+from .._rules.life import Answer, Life
+from .._rules.unread import UnreadThere
+from .._rules.wire import SMALL_MESSAGE
 from ..ucp._contained import contained
 from ..ucp._engine.arming import MOMENT
 from ..ucp._engine.operations import Operation

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from .. import _wire as wire
 from .._link import Link
 from .._link.sending import SendOperation
+from .._rules import wire
 from ..ucp._engine.arming import State
 from ..ucp._engine.engine import Engine
 from ..ucp._engine.operations import Operation

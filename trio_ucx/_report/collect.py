@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 import attrs
 import trio
 
-from .. import _wire as wire
 from .._channels import Channel
 from .._connection import Connection
 from .._handshake.client import Connector
 from .._handshake.handshake import Handshake
 from .._handshake.registry import SOFTWARE
 from .._handshake.server import Acceptor
-from .._life import Peer
 from .._link import ChannelState, Link
 from .._link.sending import SendOperation
-from .._tag_queue import TagQueue
+from .._rules import wire
+from .._rules.life import Peer
+from .._rules.tag_queue import TagQueue
 from ..ucp._active_messages import ActiveMessages
 from ..ucp._engine.arming import State
 from ..ucp._engine.endpoint_core import EndpointCore

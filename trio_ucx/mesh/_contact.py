@@ -15,11 +15,11 @@ from typing import Any
 import attrs
 import trio
 
-from .._backoff import Backoff, is_temporary, waits
 from .._connection import Connection
 from .._errors import NotAdmitted, NotTrioUCX
 from .._listener import Listener
 from .._open import open_ucx_stream
+from .._opening.backoff import Backoff, is_temporary, waits
 from .._serve import open_ucx_listeners
 from ..ucp import Worker
 from ..ucp._address import format_address

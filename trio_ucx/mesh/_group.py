@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from .._arguments import check_max_size
 from .._connection import Connection, check_tag
+from .._opening.options import check_max_size
 from ..ucp._engine.waits import Signal
 from ..ucp._memory.buffers import Buffer, WritableBuffer
 from ..ucp._util import OpenedNotConstructed, check_integer

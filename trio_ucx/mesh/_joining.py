@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack
 
 import trio
 
-from .._arguments import ConnectionOptions, check_authkey, check_worker
+from .._opening.options import ConnectionOptions, check_authkey, check_worker
 from .._serve import open_ucx_listeners
 from ..ucp import Worker
 from ..ucp._contained import report

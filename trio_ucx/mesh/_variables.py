@@ -10,8 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 import attrs
 
-from .._addresses import format_address, parse_address
-from .._unix import PREFIX as UNIX
+from .._opening.addresses import format_address, parse_address
+from .._opening.unix import PREFIX as UNIX
 from ..ucp._util import printable
 
 T = TypeVar("T")

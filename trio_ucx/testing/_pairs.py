@@ -9,10 +9,10 @@ from typing import Unpack
 
 import trio
 
-from .. import _wire as wire
-from .._arguments import ConnectionOptions
 from .._connection import Connection
 from .._open import connect
+from .._opening.options import ConnectionOptions
+from .._rules import wire
 from .._serve import open_ucx_listeners
 from ..ucp import Worker
 from ..ucp._util import protected_asynccontextmanager

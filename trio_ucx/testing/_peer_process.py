@@ -14,10 +14,10 @@ from typing import Any, Unpack
 
 import trio
 
-from .._arguments import ConnectionOptions
 from .._connection import Connection
 from .._listener import Listener
 from .._open import connect
+from .._opening.options import ConnectionOptions
 from .._serve import open_ucx_listeners
 from ..ucp import Worker
 from ..ucp._util import protected_asynccontextmanager

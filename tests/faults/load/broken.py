@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trio_ucx import _wire as wire
 from trio_ucx._link.buffers import PackedMessages
 from trio_ucx._link.receiving import Receiving
 from trio_ucx._link.sending import Sending
+from trio_ucx._rules import wire
 from trio_ucx.ucp._engine.waits import Pending
 
 #: One in so many grants, messages and wake-ups is broken.

@@ -10,7 +10,7 @@ messages, one after the other. A control frame is a group of its own.
 
 from __future__ import annotations
 
-from . import _wire as wire
+from . import wire
 
 _MOST_IN_A_GROUP = 2**16 - 1
 #: A batch of more bytes has no room for another group with a small message.

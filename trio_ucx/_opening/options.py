@@ -5,13 +5,13 @@ from __future__ import annotations
 import ssl
 from typing import Literal, TypedDict
 
-from ._backoff import Backoff
-from ._handshake.handshake import ExchangeOptions
-from ._handshake.peer_description import SharedMemory
-from ._link import Options
-from ._wire import MAX_WINDOW, MIN_WINDOW
-from .ucp import Worker
-from .ucp._util import check_integer, check_timeout
+from .._handshake.handshake import ExchangeOptions
+from .._handshake.peer_description import SharedMemory
+from .._link import Options
+from .._rules.wire import MAX_WINDOW, MIN_WINDOW
+from ..ucp import Worker
+from ..ucp._util import check_integer, check_timeout
+from .backoff import Backoff
 
 #: Seconds of silence after which the kernel asks whether the peer's host is still there.
 KEEPALIVE_INTERVAL = 20.0

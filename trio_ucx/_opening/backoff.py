@@ -12,8 +12,8 @@ from typing import TypeVar
 import attrs
 import trio
 
-from ._errors import NotAdmitted, NotTrioUCX
-from .ucp._util import check_timeout
+from .._errors import NotAdmitted, NotTrioUCX
+from ..ucp._util import check_timeout
 
 _T = TypeVar("_T")
 

@@ -46,8 +46,8 @@ import enum
 
 import attrs
 
-from ._peer_info import PeerState
-from .ucp._engine.ending import CloseState, Ending
+from .._peer_info import PeerState
+from ..ucp._engine.ending import CloseState, Ending
 
 
 class Peer(enum.Enum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from .ucp import Worker
+from ..ucp import Worker
 
 _worker: trio.lowlevel.RunVar[Worker] = trio.lowlevel.RunVar("trio_ucx worker")
 

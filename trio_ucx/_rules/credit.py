@@ -24,7 +24,7 @@ from __future__ import annotations
 import collections
 from typing import Generic, Protocol, TypeVar
 
-from ._wire import SMALL_MESSAGE
+from .wire import SMALL_MESSAGE
 
 #: What an unread small message costs besides its payload: Python objects. Measured: 240 to 290 bytes for the
 #: only message of a tag queue, 75 to 110 for one of many.

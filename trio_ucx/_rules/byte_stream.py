@@ -7,7 +7,7 @@ allows that: they stay in the sender's buffer until they are read. An empty mess
 What arrives is a prefix of what was written, whatever is cancelled. Pieces are sent in order. When a write is
 cancelled, the pieces that were not sent are withdrawn, the last first; those that were sent stay. A graceful close
 gives up pieces that the receiver has yet to ask for only if nothing follows them (:class:`Tail`). The receiver, in
-turn, delivers nothing behind a piece that was lost (``_tag_queue``).
+turn, delivers nothing behind a piece that was lost (``_rules.tag_queue``).
 """
 
 from __future__ import annotations
