@@ -22,7 +22,7 @@ import attrs
 
 from benchmarks.options import Figure
 from trio_ucx import connect
-from trio_ucx._cli.ends import Client, Kind
+from trio_ucx._cli.ends import Client, RoundKind
 from trio_ucx._cli.measuring import Advance, half_trips, messages_a_second, repeat
 from trio_ucx._cli.pair import open_server
 from trio_ucx.ucp import open_worker
@@ -129,13 +129,13 @@ async def open_client(transports: str, config: Mapping[str, str]) -> AsyncIterat
     ):
         client = Client(connection)
         await client.introduce()
-        await client.run_next(Kind.LATENCY, 8, 1)  # only after a message UCX knows which lanes it uses
+        await client.run_next(RoundKind.LATENCY, 8, 1)  # only after a message UCX knows which lanes it uses
         yield client
 
 
 async def measure(client: Client, figure: Figure, seconds: float) -> float:
     """Returns microseconds, messages a second, or 10**6 bytes a second."""
-    kind = Kind.LATENCY if figure.what == "latency" else Kind.STREAM
+    kind = RoundKind.LATENCY if figure.what == "latency" else RoundKind.STREAM
     timings = await repeat(client, kind, figure.size, None, seconds, lambda share: None)
     if figure.what == "latency":
         return statistics.median(half_trips(timings))

@@ -18,7 +18,7 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake.handshake import Handshake
 from trio_ucx._handshake.peer_description import PeerDescription
-from trio_ucx._handshake.registry import Registry
+from trio_ucx._handshake.registry import WorkerConnections
 from trio_ucx._native import ffi, lib
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _endpoint
@@ -257,13 +257,13 @@ def fail_accepts(listener: trio_ucx.Listener, errors: list[OSError]) -> None:
 
 def send_false_threshold(worker: ucp.Worker, threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker tells its peers a false rendezvous threshold."""
-    describe = Registry.description
+    describe = WorkerConnections.description
 
-    def changed(registry: Registry, *args: Any) -> PeerDescription:
+    def changed(registry: WorkerConnections, *args: Any) -> PeerDescription:
         sent = describe(registry, *args)
         return attrs.evolve(sent, threshold=threshold) if registry.worker is worker else sent
 
-    monkeypatch.setattr(Registry, "description", changed)
+    monkeypatch.setattr(WorkerConnections, "description", changed)
 
 
 def change_descriptions(worker: ucp.Worker, change: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch) -> None:

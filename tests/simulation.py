@@ -1,4 +1,4 @@
-"""Two connections over a simulated UCX: everything above ``trio_ucx._link.transport`` is real.
+"""Two connections over a simulated UCX: everything above ``trio_ucx._link.message_port`` is real.
 
 Each end has a real :class:`Connection` over a real :class:`Link`; its messages reach the other end by way of the real
 ``ucp._engine.dispatch``, in the records that C code makes of them: small messages are packed with their neighbours, and
@@ -23,12 +23,12 @@ import trio
 from outcome import Error
 
 import trio_ucx
-from trio_ucx._link import Link, Options, Transport, closing, sending
+from trio_ucx._link import Link, MessagePort, Options, closing, sending
 from trio_ucx._native import ffi, lib
 from trio_ucx._rules import byte_stream as stream
 from trio_ucx._rules import wire
 from trio_ucx._rules.life import Loss
-from trio_ucx._rules.tag_queue import State, Want
+from trio_ucx._rules.tag_queue import MessageState, Want
 from trio_ucx.ucp import Status
 from trio_ucx.ucp._engine.dispatch import deliver, deliver_failures
 from trio_ucx.ucp._engine.ending import CloseState
@@ -219,8 +219,8 @@ class SimulatedShare(Share):
 ABORT = "abort"
 
 
-class SimulatedTransport(Transport):
-    """UCX between two ends: the calls of ``_link.transport``."""
+class SimulatedTransport(MessagePort):
+    """UCX between two ends: the calls of ``_link.message_port``."""
 
     __slots__ = ("busy", "closing", "dying", "peer", "refuses", "refuses_receive", "threshold", "transfers", "wire")
     engine: Any
@@ -813,7 +813,9 @@ class World:
         holds the messages that the tag queues say it does."""
         for side in self.sides:
             messages = [message for queue in side.link.receiving.queues.values() for message in queue.messages]
-            assert set(side.engine.held) == {message.handle for message in messages if message.state is State.HELD}
+            assert set(side.engine.held) == {
+                message.handle for message in messages if message.state is MessageState.HELD
+            }
             out, into = self.other(side).link.sending.credit, side.link.receiving.credit
             sends = {send.queue for send in out.waiting}
             receives = {queue.number for queue in side.link.receiving.queues.values() if queue.receives}

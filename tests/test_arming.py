@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 
 from trio_ucx.ucp._engine import arming as _arming
 from trio_ucx.ucp._engine.arming import (
+    DEFER_SECONDS,
     MAX_DEFER_SECONDS,
     MIN_DEFER_ROUNDS,
-    MOMENT,
-    STEADY,
-    TIMER,
+    RETURNS_UNTIL_TIMER,
+    TIMER_SECONDS,
     TRANSITIONS,
     Arming,
+    ArmingState,
     Event,
     Progress,
-    State,
 )
 
 #: Seconds that a sleeping loop may take to notice work: the timer and a pause, and some for rounds.
-BOUND = 2 * TIMER + 0.01
+BOUND = 2 * TIMER_SECONDS + 0.01
 PAUSE = 0.002
 
 
@@ -56,7 +56,7 @@ class World:
     soon: list[Callable[[], None]] = attrs.Factory(list)
     timer: float = math.inf
     #: What the progress task waits for; None: it runs in the next round. And until when.
-    progress_task: State | None = None
+    progress_task: ArmingState | None = None
     pause: float = math.inf
     #: Tasks that wait for the worker; those of them that will run.
     parked: int = 0
@@ -130,11 +130,11 @@ class World:
         self.soon.append(function)
 
     def start_timer(self) -> None:
-        self.timer = min(self.timer, self.clock + TIMER)
+        self.timer = min(self.timer, self.clock + TIMER_SECONDS)
 
     def resume(self) -> None:
         self.calls.append("resume")
-        if self.progress_task is State.SUSPENDED:
+        if self.progress_task is ArmingState.SUSPENDED:
             self.progress_task = None
 
     # ---- what tasks do ----
@@ -142,11 +142,11 @@ class World:
     def park(self) -> None:
         if not self.arming.armed and not self.woken:
             self.arming.handle(Event.PARKS)
-            if self.arming.state is State.SUSPENDED and not self.woken:
+            if self.arming.state is ArmingState.SUSPENDED and not self.woken:
                 self.arming.handle(Event.OVERDUE)
         self.parked += 1
         if self.arming.led and not self.leader:
-            assert self.progress_task is not State.ARMED, "two tasks wait for the descriptor"
+            assert self.progress_task is not ArmingState.ARMED, "two tasks wait for the descriptor"
             self.leader, self.leader_done = True, False
 
     def finds(self) -> None:
@@ -209,7 +209,8 @@ class World:
             self.arming.before_wait(deadline, batches=False)
         if not runnable and not self.soon:
             watched = self.leader or (
-                self.progress_task is State.ARMED or (self.progress_task is State.BACKING_OFF and self.armed_by_ucx)
+                self.progress_task is ArmingState.ARMED
+                or (self.progress_task is ArmingState.BACKING_OFF and self.armed_by_ucx)
             )
             if not (watched and self.descriptor) and not self.leader_done:
                 wakes = min(self.timer, self.pause)
@@ -221,8 +222,8 @@ class World:
         if self.timer <= self.clock:
             self.timer = math.inf
             if self.arming.timer_ended():
-                self.timer = self.clock + TIMER
-        if self.progress_task is State.ARMED and self.descriptor:
+                self.timer = self.clock + TIMER_SECONDS
+        if self.progress_task is ArmingState.ARMED and self.descriptor:
             self.progress_task = None
             self.arming.readable()
         if self.leader and (self.descriptor or self.leader_done):
@@ -234,9 +235,9 @@ class World:
             function()
         if self.progress_task is None:
             self.progress_task = self.arming.next_step()
-            if self.progress_task is State.BACKING_OFF:
+            if self.progress_task is ArmingState.BACKING_OFF:
                 self.pause = self.clock + PAUSE
-            elif self.progress_task is State.PROGRESSING:
+            elif self.progress_task is ArmingState.PROGRESSING:
                 self.progress_task = None
         self.clock += 3e-6
         return True
@@ -259,23 +260,23 @@ class World:
         raise Lost("the loop never sleeps")
 
 
-def world(state: State, *, polling: bool = True) -> World:
+def world(state: ArmingState, *, polling: bool = True) -> World:
     """One whose worker is in this state."""
     made = World(polling=polling)
-    if state is State.PROGRESSING:
+    if state is ArmingState.PROGRESSING:
         return made
-    if state is State.BACKING_OFF:
+    if state is ArmingState.BACKING_OFF:
         made.refusals = 1
     made.round()
-    if state in (State.DISARMED, State.SUSPENDED):
+    if state in (ArmingState.DISARMED, ArmingState.SUSPENDED):
         made.progress_and_deliver(arm=False)
-    if state is State.SUSPENDED:
+    if state is ArmingState.SUSPENDED:
         made.descriptor = True
         if not polling:
             made.parked = made.work = 1
         made.round(others=True)
         made.parked = made.woken = 0
-    if state is State.ENDED:
+    if state is ArmingState.ENDED:
         made.arming.end()
     made.calls.clear()
     assert made.arming.state is state
@@ -290,15 +291,15 @@ def test_the_docstring_has_the_table() -> None:
     documented = {}
     for line in (_arming.__doc__ or "").splitlines():
         event, *cells = line.replace("`", "").split()[:1] + line.replace("`", "").split()[1:] if line.strip() else [""]
-        if event in Event.__members__ and len(cells) == len(State):
-            for state, cell in zip(State, cells, strict=True):
+        if event in Event.__members__ and len(cells) == len(ArmingState):
+            for state, cell in zip(ArmingState, cells, strict=True):
                 documented[state, Event[event]] = names.get(cell) or getattr(Arming, f"_{cell}")
     assert documented == TRANSITIONS
-    assert len(documented) == len(State) * len(Event)
+    assert len(documented) == len(ArmingState) * len(Event)
 
 
-A, D, S, P, B, E = State
-EXPECTED: list[tuple[Event, State, State, list[str]]] = [
+A, D, S, P, B, E = ArmingState
+EXPECTED: list[tuple[Event, ArmingState, ArmingState, list[str]]] = [
     # event, state before, state afterwards, what was done
     (Event.POSTED, A, A, []),
     (Event.POSTED, D, D, []),
@@ -354,7 +355,7 @@ EXPECTED: list[tuple[Event, State, State, list[str]]] = [
 @pytest.mark.parametrize(
     ("event", "before", "afterwards", "calls"), EXPECTED, ids=[f"{row[0].name}-{row[1].name}" for row in EXPECTED]
 )
-def test_transition(event: Event, before: State, afterwards: State, calls: list[str]) -> None:
+def test_transition(event: Event, before: ArmingState, afterwards: ArmingState, calls: list[str]) -> None:
     one = world(before)
     one.arming.readable() if event is Event.READABLE else one.arming.handle(event)
     assert one.arming.state is afterwards
@@ -367,115 +368,123 @@ def test_every_transition_is_expected() -> None:
 
 @pytest.mark.parametrize(("event", "state"), [(Event.ASKED, A), (Event.PARKS, D), (Event.OVERDUE, D)])
 @pytest.mark.parametrize("why", ["refusals", "more"])
-def test_the_progress_task_takes_over_when_arming_fails(event: Event, state: State, why: str) -> None:
+def test_the_progress_task_takes_over_when_arming_fails(event: Event, state: ArmingState, why: str) -> None:
     one = world(state)
     setattr(one, why, 1)
     one.arming.handle(event)
-    assert (one.arming.state, one.calls) == (State.PROGRESSING, ["arm", "signal"])
+    assert (one.arming.state, one.calls) == (ArmingState.PROGRESSING, ["arm", "signal"])
 
 
 def test_a_run_ends_in_what_ucx_says() -> None:
-    for refusals, more, state in ((0, 0, State.ARMED), (0, 1, State.PROGRESSING), (1, 0, State.BACKING_OFF)):
+    for refusals, more, state in (
+        (0, 0, ArmingState.ARMED),
+        (0, 1, ArmingState.PROGRESSING),
+        (1, 0, ArmingState.BACKING_OFF),
+    ):
         one = World(refusals=refusals, more=more)
         assert one.arming.next_step() is state
 
 
 def test_a_look_that_serves_every_parked_task_suffices() -> None:
-    for parked, work, state in ((1, 1, State.SUSPENDED), (2, 1, State.PROGRESSING), (1, 0, State.PROGRESSING)):
-        one = world(State.ARMED)
+    for parked, work, state in (
+        (1, 1, ArmingState.SUSPENDED),
+        (2, 1, ArmingState.PROGRESSING),
+        (1, 0, ArmingState.PROGRESSING),
+    ):
+        one = world(ArmingState.ARMED)
         one.parked, one.work = parked, work
         one.arming.readable()
         assert one.arming.state is state
 
 
 def test_without_polling_a_disarmed_worker_is_looked_at() -> None:
-    one = world(State.DISARMED, polling=False)
+    one = world(ArmingState.DISARMED, polling=False)
     one.arming.readable()
-    assert (one.arming.state, one.calls) == (State.PROGRESSING, ["look"])
+    assert (one.arming.state, one.calls) == (ArmingState.PROGRESSING, ["look"])
 
 
 @pytest.mark.parametrize("polling", [True, False])
 def test_the_leader_gets_its_messages_without_the_progress_task(polling: bool) -> None:
-    one = world(State.SUSPENDED, polling=polling)
+    one = world(ArmingState.SUSPENDED, polling=polling)
     one.leader_first = True
     for _ in range(3):
         one.park()
-        assert one.leader and one.arming.state is State.ARMED
+        assert one.leader and one.arming.state is ArmingState.ARMED
         while one.round():
             pass
         one.arrive()
         one.round()
-        assert not one.parked and one.arming.state is State.SUSPENDED
+        assert not one.parked and one.arming.state is ArmingState.SUSPENDED
         assert one.calls == ["arm", "look"]
         one.calls.clear()
 
 
 @pytest.mark.parametrize("why", ["refusals", "more"])
 def test_a_task_that_cannot_arm_does_not_lead(why: str) -> None:
-    one = world(State.SUSPENDED)
+    one = world(ArmingState.SUSPENDED)
     setattr(one, why, 1)
     one.park()
     assert not one.leader and not one.arming.led
-    assert (one.arming.state, one.calls) == (State.PROGRESSING, ["arm", "resume"])
+    assert (one.arming.state, one.calls) == (ArmingState.PROGRESSING, ["arm", "resume"])
 
 
 def test_a_leader_that_is_told_to_lets_the_progress_task_run() -> None:
-    one = world(State.SUSPENDED)
+    one = world(ArmingState.SUSPENDED)
     one.park()
     one.arming.handle(Event.WAKE)
     one.round()
     assert not one.leader and one.parked == 1
     one.round()
-    assert one.progress_task is State.ARMED
+    assert one.progress_task is ArmingState.ARMED
 
 
 def test_no_task_leads_while_the_progress_task_waits_for_the_descriptor() -> None:
     """...or was woken by it and has not run yet, and meanwhile the descriptor was made silent by arming."""
-    one = world(State.ARMED)
+    one = world(ArmingState.ARMED)
     one.refusals = 1
     one.arming.handle(Event.ASKED)  # cannot arm: wakes the progress task
     one.deliver()
     one.go_on()
-    assert one.arming.state is State.DISARMED
+    assert one.arming.state is ArmingState.DISARMED
     one.park()
-    assert one.arming.state is State.ARMED and not one.leader
+    assert one.arming.state is ArmingState.ARMED and not one.leader
 
 
 def test_a_progress_task_that_was_interrupted_leaves_the_descriptor_to_the_leader() -> None:
-    one = world(State.SUSPENDED)
+    one = world(ArmingState.SUSPENDED)
     one.park()
     one.arming.interrupted()
-    assert one.arming.next_step() is State.SUSPENDED
-    assert one.arming.state is State.ARMED
+    assert one.arming.next_step() is ArmingState.SUSPENDED
+    assert one.arming.state is ArmingState.ARMED
 
 
-@pytest.mark.parametrize("state", [State.DISARMED, State.SUSPENDED])
-def test_deferred_arming_is_done_when_the_loop_is_idle(state: State) -> None:
+@pytest.mark.parametrize("state", [ArmingState.DISARMED, ArmingState.SUSPENDED])
+def test_deferred_arming_is_done_when_the_loop_is_idle(state: ArmingState) -> None:
     one = world(state)
     one.arming.defer()
     assert one.hook
     one.round()
     one.round()
-    assert one.arming.state is State.ARMED
+    assert one.arming.state is ArmingState.ARMED
 
 
 def test_deferred_arming_is_done_a_moment_after_the_last_delivery() -> None:
-    one = world(State.DISARMED)
+    one = world(ArmingState.DISARMED)
     one.arming.defer()
     for _ in range(100):
         one.progress_and_deliver(arm=False)
         one.round(others=True)
-    assert one.arming.state is State.DISARMED, "it is polled all the time"
-    one.clock += 2 * MOMENT
+    assert one.arming.state is ArmingState.DISARMED, "it is polled all the time"
+    one.clock += 2 * DEFER_SECONDS
     for _ in range(MIN_DEFER_ROUNDS):
-        assert one.arming.state is State.DISARMED, "the task may come back in the next round"
+        assert one.arming.state is ArmingState.DISARMED, "the task may come back in the next round"
         one.round(others=True)
-    assert one.arming.state is State.ARMED
+    assert one.arming.state is ArmingState.ARMED
 
 
 def test_a_timer_replaces_the_hook_while_one_task_comes_back_all_the_time() -> None:
-    one = world(State.DISARMED)
-    for _ in range(STEADY + 1):
+    one = world(ArmingState.DISARMED)
+    for _ in range(RETURNS_UNTIL_TIMER + 1):
         one.progress_and_deliver(arm=False)
         one.go_on()
     assert one.arming.steady
@@ -483,19 +492,21 @@ def test_a_timer_replaces_the_hook_while_one_task_comes_back_all_the_time() -> N
     assert not one.hook
     for _ in range(10):
         one.progress_and_deliver(arm=False)
-        one.clock += TIMER
+        one.clock += TIMER_SECONDS
         one.round(others=True)
-        assert one.arming.state is State.DISARMED
-    one.clock += TIMER
+        assert one.arming.state is ArmingState.DISARMED
+    one.clock += TIMER_SECONDS
     one.round(others=True)
     one.round(others=True)
-    assert one.arming.state is State.ARMED
+    assert one.arming.state is ArmingState.ARMED
     assert not one.arming.steady
 
 
 @pytest.mark.parametrize("polling", [False, True])
-@pytest.mark.parametrize("state", [State.ARMED, State.DISARMED, State.SUSPENDED, State.BACKING_OFF])
-def test_a_task_that_posts_in_every_round_starves_nobody(state: State, polling: bool) -> None:
+@pytest.mark.parametrize(
+    "state", [ArmingState.ARMED, ArmingState.DISARMED, ArmingState.SUSPENDED, ArmingState.BACKING_OFF]
+)
+def test_a_task_that_posts_in_every_round_starves_nobody(state: ArmingState, polling: bool) -> None:
     one = world(state, polling=polling)
     waited = 0.0
     for _ in range(2000):
@@ -507,8 +518,8 @@ def test_a_task_that_posts_in_every_round_starves_nobody(state: State, polling: 
 
 
 def test_what_was_posted_beside_one_task_that_comes_back_all_the_time_need_not_wait_for_the_timer() -> None:
-    one = world(State.DISARMED)
-    for _ in range(STEADY + 1):
+    one = world(ArmingState.DISARMED)
+    for _ in range(RETURNS_UNTIL_TIMER + 1):
         one.progress_and_deliver(arm=False)
         one.go_on()
     one.round(others=True)
@@ -516,14 +527,14 @@ def test_what_was_posted_beside_one_task_that_comes_back_all_the_time_need_not_w
     one.arming.hurry()
     one.post()
     one.round()
-    assert not one.work and one.clock < TIMER
+    assert not one.work and one.clock < TIMER_SECONDS
 
 
 def test_an_interrupted_progress_task_looks_again() -> None:
-    for state in (State.ARMED, State.DISARMED, State.SUSPENDED, State.BACKING_OFF):
+    for state in (ArmingState.ARMED, ArmingState.DISARMED, ArmingState.SUSPENDED, ArmingState.BACKING_OFF):
         one = world(state)
         one.arming.interrupted()
-        assert one.arming.next_step() is State.ARMED
+        assert one.arming.next_step() is ArmingState.ARMED
 
 
 # ---- nobody sleeps on a disarmed worker that has work ----
@@ -560,7 +571,7 @@ def take(one: World, step: Step) -> None:
     elif what == "wake":
         one.arming.handle(Event.WAKE)
     elif what == "compute":
-        one.clock += number * MOMENT / 3
+        one.clock += number * DEFER_SECONDS / 3
     elif what == "refuse":
         one.refusals = number
     elif what == "more":
@@ -588,7 +599,7 @@ def play(steps: list[Step], *, polling: bool, leader_first: bool) -> None:
     began = one.clock
     one.run_until_idle()
     assert one.work == 0
-    assert one.arming.state is State.ARMED
+    assert one.arming.state is ArmingState.ARMED
     assert one.clock - began < BOUND + 8 * PAUSE
 
 
@@ -606,16 +617,16 @@ def arm_for_nobody(arming: Arming) -> None:
 @pytest.mark.parametrize(
     ("state", "event", "instead"),
     [
-        (State.ARMED, Event.ASKED, Arming._progress),
-        (State.DISARMED, Event.POSTED, Arming._nothing),
-        (State.DISARMED, Event.PARKS, Arming._nothing),
-        (State.SUSPENDED, Event.PARKS, arm_for_nobody),
-        (State.DISARMED, Event.OVERDUE, Arming._progress),
-        (State.SUSPENDED, Event.OVERDUE, Arming._progress),
+        (ArmingState.ARMED, Event.ASKED, Arming._progress),
+        (ArmingState.DISARMED, Event.POSTED, Arming._nothing),
+        (ArmingState.DISARMED, Event.PARKS, Arming._nothing),
+        (ArmingState.SUSPENDED, Event.PARKS, arm_for_nobody),
+        (ArmingState.DISARMED, Event.OVERDUE, Arming._progress),
+        (ArmingState.SUSPENDED, Event.OVERDUE, Arming._progress),
     ],
 )
 def test_the_property_notices_what_is_wrong(
-    state: State, event: Event, instead: Callable[[Arming], None], monkeypatch: pytest.MonkeyPatch
+    state: ArmingState, event: Event, instead: Callable[[Arming], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(TRANSITIONS, (state, event), instead)
     chance = random.Random(1)

@@ -30,7 +30,7 @@ from trio_ucx._handshake import client as client_side
 from trio_ucx._handshake import handshake as handshake_side
 from trio_ucx._handshake import server as server_side
 from trio_ucx._handshake.control_stream import ControlStream
-from trio_ucx._handshake.exchange import Exchange, Kind
+from trio_ucx._handshake.exchange import Exchange, FrameKind
 from trio_ucx._opening import unix as _unix
 from trio_ucx._opening.options import check_exchange_options
 from trio_ucx._rules.wire import MAGIC, VERSION
@@ -702,11 +702,11 @@ def test_the_authkey_is_not_shown() -> None:
 #: What a client without the key says after a preamble that claims to have it.
 WITHOUT_THE_KEY = {
     "nothing": b"",
-    "open": HEAD.pack(1 + 400 + 32, Kind.OPEN) + bytes(432),
-    "open without a code": HEAD.pack(1, Kind.OPEN),
-    "proof": HEAD.pack(33, Kind.PROOF) + bytes(32),
-    "take": HEAD.pack(37, Kind.TAKE) + bytes(36),
-    "refusal": HEAD.pack(1, Kind.REFUSE),
+    "open": HEAD.pack(1 + 400 + 32, FrameKind.OPEN) + bytes(432),
+    "open without a code": HEAD.pack(1, FrameKind.OPEN),
+    "proof": HEAD.pack(33, FrameKind.PROOF) + bytes(32),
+    "take": HEAD.pack(37, FrameKind.TAKE) + bytes(36),
+    "refusal": HEAD.pack(1, FrameKind.REFUSE),
 }
 
 

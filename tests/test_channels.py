@@ -13,7 +13,7 @@ from helpers import open_pair, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._link import Link, Transport, sending
+from trio_ucx._link import Link, MessagePort, sending
 from trio_ucx._rules import wire
 from trio_ucx.testing import internals
 
@@ -200,14 +200,14 @@ async def test_many_at_once(worker: ucp.Worker) -> None:
 async def test_leaving_needs_no_message_of_its_own(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaving right after a message, as after a reply, goes with the next batch. Each conversation ends in its turn."""
     sent: Counter[int] = Counter()
-    send_bytes = Transport.send_bytes
+    send_bytes = MessagePort.send_bytes
 
-    def counted(transport: Transport, queue: int, data: bytes) -> int:
+    def counted(transport: MessagePort, queue: int, data: bytes) -> int:
         sent[queue] += 1
         return send_bytes(transport, queue, data)
 
-    monkeypatch.setattr(Transport, "send_bytes", counted)
-    monkeypatch.setattr(sending, "MOMENT", 1.0)
+    monkeypatch.setattr(MessagePort, "send_bytes", counted)
+    monkeypatch.setattr(sending, "DEFER_SECONDS", 1.0)
     async with open_pair(worker) as (client, server):
         for number in range(2 * 10):
             if number == 10:
@@ -256,7 +256,7 @@ async def test_requests_that_time_out_before_they_are_accepted_leave_nothing(wor
                     raise KeyError
             await client.ping()
         await until(lambda: not link_of(client).receiving.conversations.channels)
-        assert link_of(server).receiving.unread_in(wire.BEGUN) < 5 and server.statistics().held == 0
+        assert link_of(server).receiving.unread_in(wire.UNACCEPTED) < 5 and server.statistics().held == 0
         async with client.open_conversation() as talk:
             await talk.send(b"x")
             assert await (await next_of(server)).receive() == b"x"

@@ -17,7 +17,7 @@ from helpers import Certificates, until
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake.control_stream import CHUNK, MAX_TLS_BYTES, TLS
-from trio_ucx._handshake.exchange import MAX_FRAME, Exchange, Kind
+from trio_ucx._handshake.exchange import MAX_FRAME, Exchange, FrameKind
 from trio_ucx._rules.wire import MAGIC, VERSION
 from trio_ucx.testing import internals
 
@@ -102,7 +102,7 @@ def empty_messages(talker: Talker) -> Flood:
 
 def preambles(talker: Talker) -> Flood:
     yield talker.messages(MAGIC + struct.pack("<HH", VERSION, 0) + bytes(32))
-    yield talker.messages(struct.pack("<IB", MAX_FRAME, Kind.OPEN))
+    yield talker.messages(struct.pack("<IB", MAX_FRAME, FrameKind.OPEN))
     while True:
         yield talker.messages(bytes(1000))
 

@@ -14,7 +14,7 @@ from helpers import nothing_happens, open_pair, open_peer, pattern, until
 from refused_memory import few_allocations
 
 from trio_ucx import ucp
-from trio_ucx._link import Transport
+from trio_ucx._link import MessagePort
 from trio_ucx._rules.credit import (
     ANNOUNCEMENT,
     LARGE_OVERHEAD,
@@ -354,7 +354,7 @@ async def test_end_of_the_stream_that_finds_no_memory_can_be_sent_again(
                 client.send_nowait(bytes(1000), tag=1)
         nursery.start_soon(end)
         await until(lambda: client.statistics().queued_sends)
-        monkeypatch.setattr(Transport, "send", lambda *_: Status.NO_MEMORY)
+        monkeypatch.setattr(MessagePort, "send", lambda *_: Status.NO_MEMORY)
         with trio.fail_after(15):
             while not refused.is_set():
                 with contextlib.suppress(trio.WouldBlock):  # all were read, and the sender does not know it yet

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trio_ucx.ucp._engine import arming
-from trio_ucx.ucp._engine.arming import Event, State
+from trio_ucx.ucp._engine.arming import ArmingState, Event
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,7 +48,7 @@ def test_program_of_the_documentation(document: str, tmp_path: Path) -> None:
 def arming_tables(lines: list[list[str]]) -> dict[str, list[str]]:
     """The rows about states and events, by their first cell, of a table's lines that were taken apart into cells."""
     plain = [[cell.replace("`", "") for cell in cells] for cells in lines]
-    names = {*State.__members__, *Event.__members__}
+    names = {*ArmingState.__members__, *Event.__members__}
     return {cells[0]: cells[1:] for cells in plain if len(cells) > 1 and cells[0] in names}
 
 
@@ -58,7 +58,7 @@ def test_design_has_the_tables_of_arming() -> None:
         [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
     )
     documented = arming_tables([re.split(r"\s{2,}", line) for line in (arming.__doc__ or "").splitlines()])
-    assert set(documented) == {*State.__members__, *Event.__members__}
+    assert set(documented) == {*ArmingState.__members__, *Event.__members__}
     assert shown == documented
 
 

@@ -26,10 +26,10 @@ from trio_ucx._handshake.exchange import (
     Again,
     Event,
     Exchange,
-    Kind,
+    ExchangeState,
+    FrameKind,
     Opened,
     Refused,
-    State,
     Taken,
     UnknownProtocol,
     Welcomed,
@@ -169,7 +169,9 @@ def test_both_sides(key: bytes | None, standing: Standing, choice: tuple[int, bo
         assert client.error is server.error is None
         assert server.events == [Opened(client.description), Taken(*choice)]
         assert client.events == [Welcomed(server.description, standing), *[Again()] * again]
-        assert client.exchange.state is server.exchange.state is (State.ENDED if again else State.GREETING)
+        assert (
+            client.exchange.state is server.exchange.state is (ExchangeState.ENDED if again else ExchangeState.GREETING)
+        )
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -182,7 +184,7 @@ def test_client_that_finds_no_endpoint(key: bytes | None) -> None:
         assert client.error is server.error is None
         assert server.events == [Opened(client.description), Again()]
         assert client.events == [Welcomed(server.description, server.standing)]
-        assert client.exchange.state is server.exchange.state is State.ENDED
+        assert client.exchange.state is server.exchange.state is ExchangeState.ENDED
         for exchange in (client.exchange, server.exchange):
             exchange.abort()
             assert exchange.data_to_send() == b""
@@ -205,11 +207,11 @@ def test_end_after_the_exchange(key: bytes | None, greeted: bool, how: str, who:
         talk(client, server, cut)
         assert one.error is other.error is None
         if how == "abort":
-            assert other.events == [Aborted()] and one.exchange.state is other.exchange.state is State.ENDED
+            assert other.events == [Aborted()] and one.exchange.state is other.exchange.state is ExchangeState.ENDED
         elif greeted:
-            assert other.events == [] and one.exchange.state is State.OPENED  # too late to refuse
+            assert other.events == [] and one.exchange.state is ExchangeState.OPENED  # too late to refuse
         else:
-            assert other.events == [Refused("no")] and one.exchange.state is other.exchange.state is State.ENDED
+            assert other.events == [Refused("no")] and one.exchange.state is other.exchange.state is ExchangeState.ENDED
         one.exchange.abort()
         if not (how == "refuse" and greeted):
             assert one.data() == b""
@@ -225,7 +227,7 @@ def test_client_whose_connection_is_open_before_the_server_s() -> None:
         server.exchange.again() if again else server.exchange.refuse("the listener closed")
         talk(client, server)
         assert client.error is None and client.events == [Again() if again else Refused("the listener closed")]
-        assert client.exchange.state is server.exchange.state is State.ENDED
+        assert client.exchange.state is server.exchange.state is ExchangeState.ENDED
 
 
 def test_frames_reflected_to_their_sender_are_refused() -> None:
@@ -234,11 +236,11 @@ def test_frames_reflected_to_their_sender_are_refused() -> None:
     client.take(client.data())
     assert client.data() == b""  # nothing about itself
     for is_client, kind, state in (
-        (True, Kind.PROOF, State.PROOF),
-        (True, Kind.WELCOME, State.WELCOME),
-        (True, Kind.AGAIN, State.GREETING),
-        (True, Kind.AGAIN, State.OPENED),
-        (False, Kind.AGAIN, State.TAKE),
+        (True, FrameKind.PROOF, ExchangeState.PROOF),
+        (True, FrameKind.WELCOME, ExchangeState.WELCOME),
+        (True, FrameKind.AGAIN, ExchangeState.GREETING),
+        (True, FrameKind.AGAIN, ExchangeState.OPENED),
+        (False, FrameKind.AGAIN, ExchangeState.TAKE),
     ):
         side, peer = reach(state, is_client, b"k")
         peer.is_client = is_client  # the right key, the wrong role
@@ -250,22 +252,22 @@ def test_frames_reflected_to_their_sender_are_refused() -> None:
 # ---- every state and every frame ----
 
 
-def reach(state: State, is_client: bool, key: bytes | None) -> tuple[Side, Exchange]:
+def reach(state: ExchangeState, is_client: bool, key: bytes | None) -> tuple[Side, Exchange]:
     """A side in this state, and a peer whose frames have valid codes whatever they are."""
     client, server = two_sides(key, key)
     side, other = (client, server) if is_client else (server, client)
-    if state in (State.OPEN, State.PROOF):
+    if state in (ExchangeState.OPEN, ExchangeState.PROOF):
         server.take(client.data()[:PREAMBLE])
         client.take(server.data()[:PREAMBLE] if is_client else b"")
-    elif state is not State.PREAMBLE:
-        if state is State.WELCOME:
+    elif state is not ExchangeState.PREAMBLE:
+        if state is ExchangeState.WELCOME:
             other.silent_after = Opened
-        elif state is State.TAKE:
+        elif state is ExchangeState.TAKE:
             client.silent_after = Welcomed
         talk(client, server)
-    if state is State.OPENED:
+    if state is ExchangeState.OPENED:
         side.exchange.greeted()
-    elif state is State.ENDED:
+    elif state is ExchangeState.ENDED:
         side.exchange.abort()
     side.data()
     assert side.exchange.state is state and side.error is None
@@ -278,61 +280,63 @@ def reach(state: State, is_client: bool, key: bytes | None) -> tuple[Side, Excha
 
 #: A good body of each kind.
 BODIES = {
-    Kind.REFUSE: b"because",
-    Kind.PROOF: b"",
-    Kind.OPEN: some_description().encode(),
-    Kind.WELCOME: struct.pack("<HHB", 4, 3, 1) + some_description().encode(),
-    Kind.AGAIN: b"",
-    Kind.TAKE: struct.pack("<HB", 3, 0),
-    Kind.ABORT: struct.pack("<Q", 0),
+    FrameKind.REFUSE: b"because",
+    FrameKind.PROOF: b"",
+    FrameKind.OPEN: some_description().encode(),
+    FrameKind.WELCOME: struct.pack("<HHB", 4, 3, 1) + some_description().encode(),
+    FrameKind.AGAIN: b"",
+    FrameKind.TAKE: struct.pack("<HB", 3, 0),
+    FrameKind.ABORT: struct.pack("<Q", 0),
 }
 #: Those that contain a key if there is no authkey.
 WITH_KEY = {
-    Kind.OPEN: bytes(KEY_SIZE) + some_description().encode(),
-    Kind.WELCOME: struct.pack("<HHB", 4, 3, 1) + bytes(KEY_SIZE) + some_description().encode(),
+    FrameKind.OPEN: bytes(KEY_SIZE) + some_description().encode(),
+    FrameKind.WELCOME: struct.pack("<HHB", 4, 3, 1) + bytes(KEY_SIZE) + some_description().encode(),
 }
 
 
 GOOD_BODIES = [*BODIES.values(), *WITH_KEY.values()]
 
 
-def body_of(kind: Kind, key: bytes | None) -> bytes:
+def body_of(kind: FrameKind, key: bytes | None) -> bytes:
     return WITH_KEY[kind] if key is None and kind in WITH_KEY else BODIES[kind]
 
 
 EVENTS = {
-    Kind.REFUSE: Refused,
-    Kind.OPEN: Opened,
-    Kind.WELCOME: Welcomed,
-    Kind.AGAIN: Again,
-    Kind.TAKE: Taken,
-    Kind.ABORT: Aborted,
+    FrameKind.REFUSE: Refused,
+    FrameKind.OPEN: Opened,
+    FrameKind.WELCOME: Welcomed,
+    FrameKind.AGAIN: Again,
+    FrameKind.TAKE: Taken,
+    FrameKind.ABORT: Aborted,
 }
 
 
-def reachable(key: bytes | None) -> list[tuple[bool, State]]:
+def reachable(key: bytes | None) -> list[tuple[bool, ExchangeState]]:
     """All states of both sides; there is no PROOF without an authkey."""
     return [
         (is_client, state)
         for is_client in (True, False)
-        for state in State
-        if (is_client, state) in EXPECTED or state in (State.PREAMBLE, State.TAKE, State.ENDED)
-        if state is not State.PROOF or key is not None
+        for state in ExchangeState
+        if (is_client, state) in EXPECTED or state in (ExchangeState.PREAMBLE, ExchangeState.TAKE, ExchangeState.ENDED)
+        if state is not ExchangeState.PROOF or key is not None
     ]
 
 
 def test_where_each_kind_may_come() -> None:
     """The table again, by kind."""
-    places = {kind: {place for place, kinds in EXPECTED.items() if kind in kinds} for kind in Kind}
-    client_late, server_late = ({(is_client, State.GREETING), (is_client, State.OPENED)} for is_client in (True, False))
+    places = {kind: {place for place, kinds in EXPECTED.items() if kind in kinds} for kind in FrameKind}
+    client_late, server_late = (
+        {(is_client, ExchangeState.GREETING), (is_client, ExchangeState.OPENED)} for is_client in (True, False)
+    )
     assert places == {
-        Kind.REFUSE: set(EXPECTED) - {(False, State.OPENED)},
-        Kind.PROOF: {(True, State.PROOF)},
-        Kind.OPEN: {(False, State.OPEN)},
-        Kind.WELCOME: {(True, State.WELCOME)},
-        Kind.AGAIN: client_late | {(False, State.TAKE)},
-        Kind.TAKE: {(False, State.TAKE)},
-        Kind.ABORT: client_late | server_late,
+        FrameKind.REFUSE: set(EXPECTED) - {(False, ExchangeState.OPENED)},
+        FrameKind.PROOF: {(True, ExchangeState.PROOF)},
+        FrameKind.OPEN: {(False, ExchangeState.OPEN)},
+        FrameKind.WELCOME: {(True, ExchangeState.WELCOME)},
+        FrameKind.AGAIN: client_late | {(False, ExchangeState.TAKE)},
+        FrameKind.TAKE: {(False, ExchangeState.TAKE)},
+        FrameKind.ABORT: client_late | server_late,
     }
 
 
@@ -343,25 +347,25 @@ def test_every_state_and_every_kind(key: bytes | None) -> None:
         for number in [*range(20), 127, 255]:
             side, peer = reach(state, is_client, key)
             if number in EXPECTED.get((is_client, state), ()):
-                kind = Kind(number)
+                kind = FrameKind(number)
                 peer._send(kind, body_of(kind, key))
                 side.exchange.receive_data(peer.data_to_send())
                 event = side.exchange.next_event()
-                if kind is Kind.PROOF:
-                    assert event is None and side.exchange.state is State.WELCOME
+                if kind is FrameKind.PROOF:
+                    assert event is None and side.exchange.state is ExchangeState.WELCOME
                 else:
                     assert type(event) is EVENTS[kind], (state, kind)
-                if kind in (Kind.REFUSE, Kind.AGAIN, Kind.ABORT):
-                    assert side.exchange.state is State.ENDED
+                if kind in (FrameKind.REFUSE, FrameKind.AGAIN, FrameKind.ABORT):
+                    assert side.exchange.state is ExchangeState.ENDED
                 continue
             side.take(HEAD.pack(40, number))
-            if state is State.ENDED:
+            if state is ExchangeState.ENDED:
                 assert side.error is None
             else:
-                assert isinstance(side.error, UnknownProtocol if state is State.PREAMBLE else ProtocolError)
-                if state is not State.PREAMBLE:
+                assert isinstance(side.error, UnknownProtocol if state is ExchangeState.PREAMBLE else ProtocolError)
+                if state is not ExchangeState.PREAMBLE:
                     assert f"kind {number} is out of place" in str(side.error)
-            assert side.exchange.state is State.ENDED and side.events == []
+            assert side.exchange.state is ExchangeState.ENDED and side.events == []
             side.take(bytes(1000))
             assert side.exchange.next_event() is None and side.exchange.data_to_send() == b""
 
@@ -376,34 +380,34 @@ def test_impossible_lengths(key: bytes | None, length: int) -> None:
             side, _ = reach(state, is_client, key)
             side.take(HEAD.pack(length, kind))
             assert isinstance(side.error, ProtocolError) and f"{length} bytes" in str(side.error)
-            assert side.exchange.state is State.ENDED
+            assert side.exchange.state is ExchangeState.ENDED
 
 
 def test_longest_frame() -> None:
-    side, _ = reach(State.OPEN, False, None)
-    side.take(HEAD.pack(MAX_FRAME, Kind.OPEN) + bytes(MAX_FRAME - 2))
+    side, _ = reach(ExchangeState.OPEN, False, None)
+    side.take(HEAD.pack(MAX_FRAME, FrameKind.OPEN) + bytes(MAX_FRAME - 2))
     assert side.error is None and side.events == []
     side.take(b"x")
     assert isinstance(side.error, ProtocolError)
 
 
-MALFORMED: list[tuple[Kind, bytes]] = [
+MALFORMED: list[tuple[FrameKind, bytes]] = [
     *(
-        (Kind.OPEN, body)
+        (FrameKind.OPEN, body)
         for body in (b"", b"x", bytes(500), some_description().encode()[:-1], some_description().encode() + b"x")
     ),
-    *((Kind.WELCOME, body) for body in (b"", bytes(4), bytes(5), bytes(600), some_description().encode())),
+    *((FrameKind.WELCOME, body) for body in (b"", bytes(4), bytes(5), bytes(600), some_description().encode())),
     *((kind, body[:-1]) for bodies in (BODIES, WITH_KEY) for kind, body in bodies.items() if kind in WITH_KEY),
     *((kind, body + b"x") for bodies in (BODIES, WITH_KEY) for kind, body in bodies.items() if kind in WITH_KEY),
     *((kind, bytes(KEY_SIZE)) for kind in WITH_KEY),
     *(
-        (Kind.WELCOME, struct.pack("<HHB", *standing) + some_description().encode())
+        (FrameKind.WELCOME, struct.pack("<HHB", *standing) + some_description().encode())
         for standing in ((0, 1, 0), (4, 5, 1), (65534, 65535, 0), (4, 4, 2), (4, 4, 255))
     ),
-    *((Kind.TAKE, body) for body in (b"", bytes(2), bytes(4), bytes(4096))),
-    *((Kind.TAKE, struct.pack("<HB", 1, greet)) for greet in (2, 255)),
-    (Kind.AGAIN, b"x"),
-    (Kind.PROOF, b"x"),
+    *((FrameKind.TAKE, body) for body in (b"", bytes(2), bytes(4), bytes(4096))),
+    *((FrameKind.TAKE, struct.pack("<HB", 1, greet)) for greet in (2, 255)),
+    (FrameKind.AGAIN, b"x"),
+    (FrameKind.PROOF, b"x"),
 ]
 
 
@@ -418,18 +422,18 @@ def test_malformed_bodies(key: bytes | None) -> None:
         peer._send(kind, body)
         side.take(peer.data_to_send())
         assert isinstance(side.error, ProtocolError) and side.events == [], (state, kind, body)
-        assert "authkey" not in str(side.error) and side.exchange.state is State.ENDED
+        assert "authkey" not in str(side.error) and side.exchange.state is ExchangeState.ENDED
         seen.add(kind)
-    assert seen == {kind for kind, _ in MALFORMED} - ({Kind.PROOF} if key is None else set())
+    assert seen == {kind for kind, _ in MALFORMED} - ({FrameKind.PROOF} if key is None else set())
 
 
 def test_reasons_are_printable_and_short() -> None:
     for body in (b"\0\x1b[2J\n" * 10, b"\xff" * 100, b"x" * 50_000, b"", "ü".encode() * 700):
-        side, _ = reach(State.GREETING, True, None)
-        side.take(HEAD.pack(1 + len(body), Kind.REFUSE) + body)
+        side, _ = reach(ExchangeState.GREETING, True, None)
+        side.take(HEAD.pack(1 + len(body), FrameKind.REFUSE) + body)
         [event] = side.events
         assert isinstance(event, Refused) and event.reason.isprintable() and len(event.reason) <= 1000
-    side, _ = reach(State.OPEN, False, None)
+    side, _ = reach(ExchangeState.OPEN, False, None)
     side.exchange.refuse("ü" * 5000)
     assert len(side.exchange.data_to_send()) < 1100
 
@@ -455,7 +459,13 @@ def test_unknown_version_is_refused_by_name(key: bytes | None, version: int) -> 
     assert str(client.error) == str(server.error)
 
     words = f"the listener speaks wire version {version}, and this client speaks {VERSION} (client 1)"
-    for begin in (b"", b"\x01", HEAD.pack(2**31, 1), HEAD.pack(50, Kind.PROOF) + bytes(100), HEAD.pack(2, 99) + b"x"):
+    for begin in (
+        b"",
+        b"\x01",
+        HEAD.pack(2**31, 1),
+        HEAD.pack(50, FrameKind.PROOF) + bytes(100),
+        HEAD.pack(2, 99) + b"x",
+    ):
         client, server = two_sides(key, key)
         server.take(client.data())
         client.take(of_version(server.data()[:PREAMBLE], version) + begin)
@@ -481,7 +491,7 @@ def test_keys_that_differ(client_key: bytes, server_key: bytes, to_client: str, 
             told = [str(side.error), *(event.reason for event in side.events if isinstance(event, Refused))]
             assert any(words in each for each in told), told
             assert Opened not in side.said and Welcomed not in side.said
-            assert side.exchange.state is State.ENDED
+            assert side.exchange.state is ExchangeState.ENDED
         for part in (HOST.process.host, ALL[9:], NETWORK[9:]):
             assert part not in server.sent
             if client_key is not None:
@@ -512,7 +522,9 @@ def test_wrong_code_at_each_frame(choice: tuple[int, bool] | None) -> None:
                 server.take(forth)
                 client.take(back)
             assert not {Taken, Again} & set(receiver.said), (who, at)
-            if sender.exchange.state is State.GREETING:  # its last frame was changed, and it knows nothing of that
+            if (
+                sender.exchange.state is ExchangeState.GREETING
+            ):  # its last frame was changed, and it knows nothing of that
                 assert receiver.error is not None or receiver.events
 
 
@@ -528,7 +540,7 @@ def feed(side: Side, data: bytes, cuts: list[int]) -> None:
         if data[:length]:
             side.take(data[:length])
         data = data[length:]
-        if side.exchange.state is not State.ENDED:
+        if side.exchange.state is not ExchangeState.ENDED:
             assert len(side.exchange._buffer) <= MAX_FRAME + HEAD.size
     assert len(side.data()) <= 80_000
     assert len(side.events) <= 3
@@ -581,22 +593,22 @@ def test_random_bytes(data: bytes, cuts: list[int], is_client: bool, preamble: b
 @given(
     frames=st.lists(
         st.tuples(
-            st.sampled_from(list(Kind)),
+            st.sampled_from(list(FrameKind)),
             st.sampled_from(GOOD_BODIES) | st.binary(max_size=200),
         ),
         max_size=8,
     ),
     is_client=st.booleans(),
     key=st.sampled_from(KEYS),
-    state=st.sampled_from(list(State)),
+    state=st.sampled_from(list(ExchangeState)),
     cuts=pieces,
 )
 def test_frames_with_right_codes(
-    frames: list[tuple[Kind, bytes]], is_client: bool, key: bytes | None, state: State, cuts: list[int]
+    frames: list[tuple[FrameKind, bytes]], is_client: bool, key: bytes | None, state: ExchangeState, cuts: list[int]
 ) -> None:
     """A peer that knows the key, and says anything."""
     if (is_client, state) not in reachable(key):
-        state = State.GREETING
+        state = ExchangeState.GREETING
     side, peer = reach(state, is_client, key)
     for kind, body in frames:
         peer._send(kind, body)
@@ -605,8 +617,8 @@ def test_frames_with_right_codes(
 
 def test_endless_frames_are_not_kept() -> None:
     """A stranger that never stops: nothing is stored beyond one frame."""
-    side, _ = reach(State.OPEN, False, None)
-    side.take(HEAD.pack(MAX_FRAME, Kind.OPEN))
+    side, _ = reach(ExchangeState.OPEN, False, None)
+    side.take(HEAD.pack(MAX_FRAME, FrameKind.OPEN))
     for _ in range(100):
         side.take(bytes(65536))
         if side.error is not None:

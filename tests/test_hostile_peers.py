@@ -19,7 +19,7 @@ from timing import PROMPT, Stopwatch
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake import handshake as handshake_side
-from trio_ucx._handshake.exchange import MAX_FRAME, Kind, Taken
+from trio_ucx._handshake.exchange import MAX_FRAME, FrameKind, Taken
 from trio_ucx._rules import wire
 from trio_ucx.testing import internals
 
@@ -48,10 +48,10 @@ ANSWERS: dict[str, tuple[bytes, bool, str]] = {
     "wrong version": (wire.MAGIC + struct.pack("<HH", 77, 0) + bytes(32), False, "wire version 77"),
     "empty frame": (PREAMBLE + bytes(5), False, "a frame of 0 bytes"),
     "endless frame": (PREAMBLE + b"\xff" * 5, False, "a frame of 4294967295 bytes"),
-    "frame out of place": (PREAMBLE + struct.pack("<IB", 1, Kind.TAKE), False, "kind 7 is out of place"),
-    "empty welcome": (PREAMBLE + struct.pack("<IB", 1, Kind.WELCOME), False, "malformed"),
+    "frame out of place": (PREAMBLE + struct.pack("<IB", 1, FrameKind.TAKE), False, "kind 7 is out of place"),
+    "empty welcome": (PREAMBLE + struct.pack("<IB", 1, FrameKind.WELCOME), False, "malformed"),
     "refusal": (
-        PREAMBLE + struct.pack("<IB", 7, Kind.REFUSE) + b"\xff\x1bnope",
+        PREAMBLE + struct.pack("<IB", 7, FrameKind.REFUSE) + b"\xff\x1bnope",
         False,
         "refused the connection: .nope",
     ),
@@ -343,26 +343,29 @@ async def test_least_threshold(transports: str) -> None:
 # ---- the control socket, after the exchange ----
 
 #: What a client says of frames that may come late, and here are malformed.
-LATE = {Kind.REFUSE: "|refused the connection", Kind.AGAIN: "|longer than its kind allows"}
+LATE = {FrameKind.REFUSE: "|refused the connection", FrameKind.AGAIN: "|longer than its kind allows"}
 #: Bytes there, and what they do to the connection.
 BYTES: dict[str, tuple[bytes, str]] = {
     "noise": (bytes(range(1, 256)) * 8, f"bytes; {MAX_FRAME} are allowed"),
     "zeros": (bytes(2**20), "a frame of 0 bytes"),
-    "endless frame": (struct.pack("<IB", 2**32 - 1, Kind.ABORT), "4294967295 bytes"),
+    "endless frame": (struct.pack("<IB", 2**32 - 1, FrameKind.ABORT), "4294967295 bytes"),
     "unknown kind": (struct.pack("<IB", 1, 99), "kind 99 is out of place"),
     "another exchange": (PREAMBLE, f"bytes; {MAX_FRAME} are allowed"),
-    "abort": (struct.pack("<IBQ", 9, Kind.ABORT, 0), "aborted the connection"),
-    "abort without its field": (struct.pack("<IB", 1, Kind.ABORT), "shorter or longer"),
-    "abort after too many": (struct.pack("<IBQ", 9, Kind.ABORT, 2**64 - 1), "out of range"),
-    "AGAIN": (struct.pack("<IB", 1, Kind.AGAIN), "kind 5 is out of place|refused the connection: its worker has lost"),
-    "abort and more": (struct.pack("<IBQ", 9, Kind.ABORT, 0) + bytes(100_000), "aborted the connection"),
+    "abort": (struct.pack("<IBQ", 9, FrameKind.ABORT, 0), "aborted the connection"),
+    "abort without its field": (struct.pack("<IB", 1, FrameKind.ABORT), "shorter or longer"),
+    "abort after too many": (struct.pack("<IBQ", 9, FrameKind.ABORT, 2**64 - 1), "out of range"),
+    "AGAIN": (
+        struct.pack("<IB", 1, FrameKind.AGAIN),
+        "kind 5 is out of place|refused the connection: its worker has lost",
+    ),
+    "abort and more": (struct.pack("<IBQ", 9, FrameKind.ABORT, 0) + bytes(100_000), "aborted the connection"),
     **{
         f"late {kind.name}": (
             struct.pack("<IB", 5, kind) + bytes(4),
             f"kind {kind} is out of place" + LATE.get(kind, ""),
         )
-        for kind in Kind
-        if kind is not Kind.ABORT
+        for kind in FrameKind
+        if kind is not FrameKind.ABORT
     },
 }
 
@@ -425,7 +428,7 @@ async def test_long_frame_on_the_control_socket_is_not_kept(worker: ucp.Worker) 
     """A connection that is open accepts one kind of frame there, which may be as long as any."""
     async with unharmed(worker), open_pair(worker) as (client, server):
         liar: Any = control_socket(client)
-        liar.send(struct.pack("<IB", MAX_FRAME, Kind.ABORT))
+        liar.send(struct.pack("<IB", MAX_FRAME, FrameKind.ABORT))
         sent = 0
         with trio.fail_after(15):
             while not internals(server).life.closed and sent < 2 * MAX_FRAME and internals(server).share.error is None:

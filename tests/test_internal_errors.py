@@ -322,7 +322,7 @@ WORD = bytearray(8)
 #: Modules whose functions run in deliveries, or are called by Trio's loop.
 MODULES = [
     *(f"_rules.{name}" for name in ("batch", "byte_stream", "life", "credit", "tag_queue", "wire")),
-    *(f"_link.{name}" for name in ("buffers", "closing", "link", "receiving", "sending", "transport")),
+    *(f"_link.{name}" for name in ("buffers", "closing", "link", "message_port", "receiving", "sending")),
     *(
         f"_handshake.{name}"
         for name in ("control_sockets", "exchange", "peer_description", "handshake", "registry", "server")
@@ -638,7 +638,7 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def holding_back() -> Iterator[None]:
     """A small message that follows another is held back for a batch, however slow this machine is."""
-    with mock.patch.object(sending, "MOMENT", 1.0):
+    with mock.patch.object(sending, "DEFER_SECONDS", 1.0):
         yield
 
 

@@ -56,7 +56,7 @@ ORDER = {
     "_rules": ["wire", "life", "credit", "unread", "batch", "byte_stream", "tag_queue", "__init__"],
     "_opening": ["unix", "addresses", "backoff", "options", "run_worker", "__init__"],
     "_link": [
-        "transport",
+        "message_port",
         "buffers",
         "immutable",
         "sending",
@@ -216,6 +216,19 @@ def test_no_module_imports_itself_in_a_circle() -> None:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"a circle of imports: {error.args[1]}")
+
+
+#: Classes that two modules have under one name: one is the Protocol, or the user's view, of the other.
+TWICE = {"ControlSocket"}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1}.keys() == TWICE
 
 
 def test_no_c_file_calls_itself_in_a_circle() -> None:

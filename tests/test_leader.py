@@ -18,7 +18,7 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine import arming
-from trio_ucx.ucp._engine.arming import State
+from trio_ucx.ucp._engine.arming import ArmingState
 from trio_ucx.ucp._engine.lifetime import close_now
 from trio_ucx.ucp._engine.waits import Pending, Waiting
 
@@ -268,7 +268,7 @@ async def test_not_led_if_the_wait_ends_while_arming() -> None:
                     nursery.start_soon(follow, scope)
                     await trio.testing.wait_all_tasks_blocked()
             await lead()
-            assert engine.arming.state is State.SUSPENDED
+            assert engine.arming.state is ArmingState.SUSPENDED
             far.abort()
             internals(client.worker).reap()
             time.sleep(0.05)  # it arrives, and nobody looks

@@ -357,7 +357,7 @@ def sends_a_message_before_the_batch(method: Callable[..., Any], sending: Sendin
 
 @fault(Sending, "send_batch")
 def forgets_the_batch_of_a_full_worker(method: Callable[..., Any], sending: Sending) -> None:
-    if sending.transport.busy:
+    if sending.port.busy:
         sending.batch.take()
     else:
         method(sending)

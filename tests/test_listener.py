@@ -31,7 +31,7 @@ from trio_ucx._handshake import control_stream
 from trio_ucx._handshake import server as server_side
 from trio_ucx._handshake.exchange import Exchange, Refused
 from trio_ucx._handshake.handshake import Handshake
-from trio_ucx._handshake.registry import Registry
+from trio_ucx._handshake.registry import WorkerConnections
 from trio_ucx._handshake.server import RESERVED_DESCRIPTORS
 from trio_ucx._link import Options
 from trio_ucx._rules.wire import MAGIC, VERSION
@@ -470,7 +470,7 @@ async def test_when_a_client_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, its = trio.socket.socketpair()
     with its:
         stream = control_stream.ControlStream(trio.SocketStream(ours))
-        client = server_side.Client(stream)
+        client = server_side.PendingClient(stream)
         assert not client.is_idle
         monkeypatch.setattr(server_side, "GRACE", 0)
         assert client.is_idle and not client.has_sent
@@ -551,7 +551,7 @@ async def test_nobody_listens_there(worker: ucp.Worker, tmp_path: Path) -> None:
 
 async def test_reason_of_a_listener_that_has_closed_its_socket(worker: ucp.Worker) -> None:
     """The reason arrives although nothing that the client sends arrives."""
-    handshake = Handshake(Registry.of(worker), Options(), "it")
+    handshake = Handshake(WorkerConnections.of(worker), Options(), "it")
     client = Exchange(is_client=True, software="", authkey=None)
     server = Exchange(is_client=False, software="", authkey=None)
     server.receive_data(client.data_to_send())

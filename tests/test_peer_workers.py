@@ -22,7 +22,7 @@ from helpers import Rounds
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake.client import SHARED_WORKERS
-from trio_ucx._handshake.registry import Registry
+from trio_ucx._handshake.registry import WorkerConnections
 from trio_ucx._native import ffi
 from trio_ucx._open import _Destination
 from trio_ucx.ucp import Status, _connecting
@@ -780,7 +780,7 @@ class World:
         return node
 
     def suitable(self, side: int, tried: list[Node] | tuple[()] = ()) -> Node:
-        """``Registry.suitable`` and ``Worker._open_successor``."""
+        """``WorkerConnections.suitable`` and ``Worker._open_successor``."""
         workers = self.sides[side]
         for node in (workers[0], *workers[1:][-1:]):
             if not node.is_full and node not in tried:
@@ -1109,7 +1109,7 @@ async def test_worker_stays_open_while_a_client_connects_from_it(
     async def slow(destination: _Destination) -> trio.SocketStream:
         tries.append(destination)
         if len(tries) == 2:
-            registry = Registry.of(worker)
+            registry = WorkerConnections.of(worker)
             registry.suitable([registry, registry])  # as another connect does at its third try
         return await open_socket(destination)
 

@@ -29,7 +29,7 @@ from trio_ucx import ucp
 from trio_ucx._handshake import handshake as handshake_side
 from trio_ucx._handshake import server as server_side
 from trio_ucx._handshake import socket_owner
-from trio_ucx._handshake.exchange import Exchange, Kind, ProtectedMode
+from trio_ucx._handshake.exchange import Exchange, FrameKind, ProtectedMode
 from trio_ucx._handshake.peer_description import PeerDescription
 from trio_ucx._rules.wire import MAGIC, VERSION
 
@@ -158,7 +158,7 @@ async def test_a_client_that_has_ended(
     """The kernel reports the socket that it leaves as root's; but nothing of its request is read."""
     caplog.set_level("INFO", "trio_ucx")
     monkeypatch.delattr(PeerDescription, "decode")
-    begin = MAGIC + struct.pack("<HH", VERSION, 0) + bytes(32) + struct.pack("<IB", 9, Kind.OPEN) + bytes(8)
+    begin = MAGIC + struct.pack("<HH", VERSION, 0) + bytes(32) + struct.pack("<IB", 9, FrameKind.OPEN) + bytes(8)
     under = as_user(OTHER) if os.geteuid() == 0 else []
     async with listening(worker) as listener:
         command = [*under, sys.executable, "-c", SENDS_AND_ENDS, *map(str, listener.address), begin.hex()]
@@ -269,7 +269,9 @@ async def test_the_first_refusal_is_a_warning(
     assert all(word in records[0].getMessage() for word in ("127.0.0.1:", *CURES))
 
 
-@pytest.mark.parametrize("more", [b"", b"\0" * 100_000, struct.pack("<IB", 2**32 - 1, Kind.OPEN), bytes(range(256))])
+@pytest.mark.parametrize(
+    "more", [b"", b"\0" * 100_000, struct.pack("<IB", 2**32 - 1, FrameKind.OPEN), bytes(range(256))]
+)
 @pytest.mark.usefixtures("from_elsewhere")
 async def test_a_stranger_gets_no_further_than_the_preamble(
     worker: ucp.Worker, more: bytes, monkeypatch: pytest.MonkeyPatch

@@ -14,8 +14,8 @@ from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._link.message_port import MessagePort
 from trio_ucx._link.receiving import IDLE_QUEUES, Receiving, Transfer
-from trio_ucx._link.transport import Transport
 from trio_ucx._rules import credit as _credit
 from trio_ucx._rules.credit import ReceiveCredit, SendCredit
 from trio_ucx.ucp import Status
@@ -114,8 +114,8 @@ async def test_nothing_is_received_after_broken(worker: ucp.Worker, how: str, mo
             await RECEIVES[how](server)
         receiving = server._link.receiving
         discarded: list[int] = []
-        monkeypatch.setattr(Transport, "discard", lambda self, handle: discarded.append(handle))
-        monkeypatch.setattr(Transport, "receive", lambda self, handle, pins: pytest.fail("received"))
+        monkeypatch.setattr(MessagePort, "discard", lambda self, handle: discarded.append(handle))
+        monkeypatch.setattr(MessagePort, "receive", lambda self, handle, pins: pytest.fail("received"))
         for tag in (1, 2):
             receiving.packed_arrived(tag, 1, 4, b"late")  # UCX delivers what it read from the socket only now
             receiving.message_arrived(tag, tag, 5000)

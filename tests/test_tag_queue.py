@@ -12,7 +12,7 @@ import trio_ucx
 from trio_ucx._link.buffers import PackedMessages
 from trio_ucx._link.receiving import PendingReceive
 from trio_ucx._rules import tag_queue as _tag_queue
-from trio_ucx._rules.tag_queue import Message, Receive, State, TagQueue, Want
+from trio_ucx._rules.tag_queue import Message, MessageState, Receive, TagQueue, Want
 from trio_ucx.ucp._engine.ending import Ending
 from trio_ucx.ucp._memory.buffers import Pinned
 
@@ -40,9 +40,9 @@ class Mover:
             message.contents = bytes(message.length)
         if self.at_once:
             self.write(message, receive)
-            message.state = State.READY
+            message.state = MessageState.READY
         else:
-            message.state = State.MOVING
+            message.state = MessageState.MOVING
             self.moving.append((message, receive))
 
     def write(self, message: Message, receive: Receive | None) -> None:
@@ -266,7 +266,7 @@ def test_held_message_is_lost_and_another_is_in_the_buffer_of_the_first_receive(
     receives = [into(queue, 3) for _ in range(2)]
     queue.arrived(1, 3, whole=False)
     queue.arrived(2, 3, whole=False)
-    queue.messages[0].state = State.HELD  # as if there had been no memory for its transfer
+    queue.messages[0].state = MessageState.HELD  # as if there had been no memory for its transfer
     message, _ = mover.moving.pop(0)
     queue._part(message)
     queue.lose(OSError("lost"))

@@ -25,7 +25,7 @@ from samples import some_description
 from trio_ucx import PeerInfo, mesh, ucp
 from trio_ucx._cli import ends, waits
 from trio_ucx._handshake.control_stream import remote_address
-from trio_ucx._handshake.exchange import Exchange, Kind, Refused, UnknownProtocol
+from trio_ucx._handshake.exchange import Exchange, FrameKind, Refused, UnknownProtocol
 from trio_ucx._handshake.peer_description import PeerDescription
 from trio_ucx._native import ffi, lib
 from trio_ucx._rules.wire import MAGIC, VERSION, ProtocolError, RefusalCode
@@ -61,7 +61,7 @@ def check(*found: str) -> None:
 def refuse(version: int) -> bytes:
     reason = EVIL.encode()
     preamble = struct.pack("<8sHH32s", MAGIC, version, 0, bytes(32))
-    return preamble + struct.pack("<IBB", 2 + len(reason), Kind.REFUSE, RefusalCode.OTHER) + reason
+    return preamble + struct.pack("<IBB", 2 + len(reason), FrameKind.REFUSE, RefusalCode.OTHER) + reason
 
 
 @pytest.mark.parametrize("is_client", [True, False])

@@ -99,7 +99,7 @@ async def test_short_delays_are_short() -> None:
 
 async def test_the_safety_net(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that was asked for must not be skipped because of an earlier expiry of the timer."""
-    monkeypatch.setattr(progress, "TIMER", LATER / 1e9)
+    monkeypatch.setattr(progress, "TIMER_SECONDS", LATER / 1e9)
     async with ucp.open_worker() as worker:
         net = internals(worker).progress_task.safety_net
         await trio.testing.wait_all_tasks_blocked()

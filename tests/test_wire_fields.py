@@ -117,33 +117,33 @@ def _allowed(allowed: bool, decode: object) -> None:
 def test_fields_of_other_frames(is_client: bool) -> None:
     """Flags of the preamble, the standing in WELCOME, TAKE, the count in ABORT."""
 
-    def side(state: exchange.State) -> exchange.Exchange:
+    def side(state: exchange.ExchangeState) -> exchange.Exchange:
         made = exchange.Exchange(is_client=is_client, software="", authkey=None)
         made.state = state
         return made
 
-    def heard(state: exchange.State, data: bytes) -> exchange.Event | None:
+    def heard(state: exchange.ExchangeState, data: bytes) -> exchange.Event | None:
         listening = side(state)
         listening.receive_data(data)
         return listening.next_event()
 
     for flags in extremes("H", (0, 0)):
         preamble = wire.MAGIC + struct.pack("<HH", wire.VERSION, flags) + bytes(32)
-        _allowed(flags == 0, lambda preamble=preamble: heard(exchange.State.PREAMBLE, preamble))
+        _allowed(flags == 0, lambda preamble=preamble: heard(exchange.ExchangeState.PREAMBLE, preamble))
     for sent in extremes("Q", (0, exchange.MAX_SENT)):
-        frame = struct.pack("<IBQ", 9, exchange.Kind.ABORT, sent)
-        _allowed(sent <= exchange.MAX_SENT, lambda frame=frame: heard(exchange.State.OPENED, frame))
+        frame = struct.pack("<IBQ", 9, exchange.FrameKind.ABORT, sent)
+        _allowed(sent <= exchange.MAX_SENT, lambda frame=frame: heard(exchange.ExchangeState.OPENED, frame))
     if is_client:
         for made, shared, greeted in itertools.product(
             extremes("H", (0, 4)), extremes("H", (0, 4)), extremes("B", (0, 1))
         ):
             body = struct.pack("<HHB", made, shared, greeted) + bytes(KEY_SIZE) + some_description().encode()
-            frame = struct.pack("<IB", 1 + len(body), exchange.Kind.WELCOME) + body
-            _allowed(shared <= made and greeted <= 1, lambda frame=frame: heard(exchange.State.WELCOME, frame))
+            frame = struct.pack("<IB", 1 + len(body), exchange.FrameKind.WELCOME) + body
+            _allowed(shared <= made and greeted <= 1, lambda frame=frame: heard(exchange.ExchangeState.WELCOME, frame))
     else:
         for generation, greet in itertools.product(extremes("H", (0, 4)), extremes("B", (0, 1))):
-            frame = struct.pack("<IBHB", 4, exchange.Kind.TAKE, generation, greet)
-            _allowed(greet <= 1, lambda frame=frame: heard(exchange.State.TAKE, frame))
+            frame = struct.pack("<IBHB", 4, exchange.FrameKind.TAKE, generation, greet)
+            _allowed(greet <= 1, lambda frame=frame: heard(exchange.ExchangeState.TAKE, frame))
 
 
 # ---- over UCX: nobody else is harmed ----

@@ -12,7 +12,7 @@ from trio.lowlevel import enable_ki_protection
 from ._errors import PeerClosed
 from ._link import ChannelState
 from ._opening.options import check_max_size, check_max_unread
-from ._rules.wire import BEGUN
+from ._rules.wire import UNACCEPTED
 from .ucp._memory.buffers import Buffer, WritableBuffer
 from .ucp._status import about, separate
 from .ucp._util import OpenedNotConstructed
@@ -184,5 +184,5 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
 
     def __repr__(self) -> str:
         state = "closed" if self._talk.left else "left by the peer" if self._talk.peer_left else "open"
-        name = "conversation" if self._talk.into > BEGUN else f"channel with tag {self._talk.into}"
+        name = "conversation" if self._talk.into > UNACCEPTED else f"channel with tag {self._talk.into}"
         return f"<{name} of {self._connection!r}, {state}>"

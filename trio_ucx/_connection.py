@@ -729,7 +729,7 @@ class Conversations(metaclass=OpenedNotConstructed):
                 if begun is not None:
                     await link.engine.waiting.schedule_point()
                 else:
-                    begun = await completed(receiving.receive(wire.BEGUN, Want.COPY, 4), link.engine)
+                    begun = await completed(receiving.receive(wire.UNACCEPTED, Want.COPY, 4), link.engine)
             except trio.EndOfChannel:
                 raise StopAsyncIteration from None
             talk = receiving.conversations.accept(int.from_bytes(begun, "little"))

@@ -18,7 +18,7 @@ from trio.lowlevel import enable_ki_protection
 from ._connection import Connection
 from ._handshake.client import Connector
 from ._handshake.handshake import ExchangeOptions
-from ._handshake.registry import Registry
+from ._handshake.registry import WorkerConnections
 from ._link import Options
 from ._opening.backoff import Backoff
 from ._opening.options import KEEPALIVE_INTERVAL, ConnectOptions, check_exchange_options, check_options, check_worker
@@ -175,7 +175,7 @@ async def _open(
     await trio.lowlevel.checkpoint_if_cancelled()
     check_worker(destination.worker)
     descriptors.require(descriptors.CONNECTION, f"connecting to {destination.label}")
-    registry = Registry.of(destination.worker or shared_worker())
+    registry = WorkerConnections.of(destination.worker or shared_worker())
     tls = exchange_options.ssl_context
     if tls is not None and exchange_options.server_hostname is None and not isinstance(destination.address, str):
         exchange_options = attrs.evolve(exchange_options, server_hostname=destination.address[0])

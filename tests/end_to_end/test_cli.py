@@ -181,7 +181,7 @@ def test_plain_tcp_that_cannot_be_had() -> None:
                 with mock.patch.object(trio, "open_tcp_stream", side_effect=error):
                     async with client.plain_tcp(server) as why_not:
                         assert why_not == "refused"
-                        assert (await client.run_next(ends.Kind.LATENCY, 8, 3)).total > 0
+                        assert (await client.run_next(ends.RoundKind.LATENCY, 8, 3)).total > 0
             with mock.patch.object(trio, "open_tcp_listeners", side_effect=OSError("no port")):
                 async with client.plain_tcp(server) as why_not:
                     assert why_not == "the other side: it cannot listen at another port: no port"
@@ -191,10 +191,10 @@ def test_plain_tcp_that_cannot_be_had() -> None:
             ):
                 async with client.plain_tcp(server) as why_not:
                     assert re.fullmatch(r"the other side: nobody has connected to port \d+ with the token", why_not)
-                    assert (await client.run_next(ends.Kind.LATENCY, 8, 3)).total > 0
+                    assert (await client.run_next(ends.RoundKind.LATENCY, 8, 3)).total > 0
             async with client.plain_tcp(server) as why_not:
                 assert why_not == ""
-                for kind in ends.Kind:
+                for kind in ends.RoundKind:
                     assert (await client.run_next(kind, 70_000, 3, plain=True)).total > 0
 
     trio.run(main)
@@ -232,7 +232,7 @@ def test_a_stranger_at_the_plain_port() -> None:
             with mock.patch.object(ends, "connect_stream", after_strangers):
                 async with client.plain_tcp(server) as why_not:
                     assert why_not == ""
-                    assert (await client.run_next(ends.Kind.STREAM, 8, 100, plain=True)).total > 0
+                    assert (await client.run_next(ends.RoundKind.STREAM, 8, 100, plain=True)).total > 0
             for stranger in strangers:
                 nursery.start_soon(stranger.aclose)
 
@@ -386,7 +386,7 @@ def test_corrupted_data_fail(end: str, method: str, kind: str, tmp_path: Path) -
 def test_verification(mistake: str) -> None:
     payloads = ends.Payloads()
     for shift in (0, 1):
-        round = ends.Round(ends.Kind.STREAM, "seed", 16, 10, shift)
+        round = ends.Round(ends.RoundKind.STREAM, "seed", 16, 10, shift)
         pieces, places = payloads.prepare(round)
         arriving = list(pieces)
         if shift == 1:
@@ -528,7 +528,7 @@ async def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> No
                 with pytest.raises(PerfError, match="no answer from the server"):
                     await client.introduce()
                 with pytest.raises(PerfError, match="did not end in"):
-                    await client.run(ends.Round(ends.Kind.LATENCY, "seed", 8, 1, 0))
+                    await client.run(ends.Round(ends.RoundKind.LATENCY, "seed", 8, 1, 0))
             nursery.cancel_scope.cancel()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from simulation import InFlight, Side, World, simulated
 from test_exchange import GOOD_BODIES, KEYS, feed, reach, reachable
 
-from trio_ucx._handshake.exchange import Kind, State
+from trio_ucx._handshake.exchange import ExchangeState, FrameKind
 from trio_ucx._handshake.peer_description import PeerDescription
 from trio_ucx._rules import wire
 from trio_ucx._rules.life import Loss
@@ -91,7 +91,7 @@ def address(data: bytes) -> None:
 
 
 _REACHABLE = {key: reachable(key) for key in KEYS}
-_KINDS = list(Kind)
+_KINDS = list(FrameKind)
 
 
 def exchange(data: bytes) -> None:
@@ -115,7 +115,7 @@ def exchange(data: bytes) -> None:
         peer._send(reader.choose(_KINDS), body)
         sent += peer.data_to_send()
     feed(side, sent, [1 + reader.below(400) for _ in range(reader.below(6))])
-    assert side.exchange.state in State
+    assert side.exchange.state in ExchangeState
 
 
 _FRAMES = list(wire._FRAMES.values())

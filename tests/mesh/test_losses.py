@@ -18,7 +18,7 @@ from trio_ucx import mesh, ucp
 from trio_ucx.mesh import _meeting, _running
 from trio_ucx.mesh._collectives import barrier
 from trio_ucx.mesh._members import Members
-from trio_ucx.mesh._messages import Hello
+from trio_ucx.mesh._messages import RankHello
 
 Body = Callable[[mesh.Group], Awaitable[Any]]
 
@@ -409,7 +409,7 @@ async def test_a_rank_that_dies_at_the_moment_it_is_admitted(when: str, number: 
         coordinator = _meeting.Coordinator(Any, members, SimpleNamespace(nursery=nursery), 1)  # type: ignore[arg-type]
 
         def arrive(rank: int, control: _Control) -> None:
-            hello = Hello(rank, 0, 3, 5, 30.0, "continue")
+            hello = RankHello(rank, 0, 3, 5, 30.0, "continue")
             nursery.start_soon(coordinator._admit, _meeting._Arrival(control, hello))  # type: ignore[arg-type]
 
         arrive(1, first)

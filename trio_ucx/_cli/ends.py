@@ -69,7 +69,7 @@ SHIFTS = 4096
 PATIENCE = 60
 
 
-class Kind(enum.Enum):
+class RoundKind(enum.Enum):
     """What a round measures. LATENCY: each message is sent back before the next; STREAM: many in flight, one way."""
 
     LATENCY = "latency"
@@ -85,7 +85,7 @@ def round_limit(size: int) -> int:
 class Round:
     """``count`` messages of ``size`` bytes: the pattern of ``seed`` from byte ``shift`` on. ``plain``: by plain TCP."""
 
-    kind: Kind
+    kind: RoundKind
     seed: str
     size: int
     count: int
@@ -97,7 +97,7 @@ class Round:
         """Decodes and checks a client's request, because it decides how much memory we use."""
         try:
             names = ("seed", "size", "count", "shift", "plain")
-            asked = cls(Kind(message["kind"]), **{name: message[name] for name in names if name in message})
+            asked = cls(RoundKind(message["kind"]), **{name: message[name] for name in names if name in message})
             sensible = (
                 isinstance(asked.seed, str)
                 and 1 <= asked.size <= MAX_SIZE
@@ -299,7 +299,7 @@ async def _serve_round(
     if path is None:
         raise PerfError("the client asks for a round over plain TCP, which it has not opened")
     _, places = payloads.prepare(round)
-    if round.kind is Kind.LATENCY:
+    if round.kind is RoundKind.LATENCY:
         await tell(connection, {"ready": True})
         for place in places:
             await path.receive(place)
@@ -337,7 +337,7 @@ def _blank_rounds() -> Iterator[Round]:
     """Yields rounds whose data differ from the previous one's; the caller sets kind, size and count."""
     seed = secrets.token_hex(8)
     for number in itertools.count():
-        yield Round(Kind.LATENCY, seed, 1, 1, number % SHIFTS)
+        yield Round(RoundKind.LATENCY, seed, 1, 1, number % SHIFTS)
 
 
 class Client:
@@ -388,7 +388,7 @@ class Client:
             self._paths[True] = StreamPath(stream)
             yield f"the other side: {answer['why']}" if "closed" in answer else ""
 
-    async def run_next(self, kind: Kind, size: int, count: int, *, plain: bool = False) -> Timing:
+    async def run_next(self, kind: RoundKind, size: int, count: int, *, plain: bool = False) -> Timing:
         """Runs a round with data that differ from the previous one's, see :meth:`run`."""
         return await self.run(attrs.evolve(next(self._rounds), kind=kind, size=size, count=count, plain=plain))
 
@@ -410,7 +410,7 @@ class Client:
         await hear(connection, "ready")
         round_trips: list[int] = []
         begin = time.perf_counter_ns()
-        if round.kind is Kind.LATENCY:
+        if round.kind is RoundKind.LATENCY:
             for piece, place in zip(pieces, places, strict=True):
                 start = time.perf_counter_ns()
                 await path.send(piece)
@@ -421,6 +421,6 @@ class Client:
         await hear(connection, "received")
         total = time.perf_counter_ns() - begin
         await hear(connection, "verified")
-        if round.kind is Kind.LATENCY:
+        if round.kind is RoundKind.LATENCY:
             self._payloads.verify(round)
         return Timing(total, round_trips)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 import trio
 
 from .. import ucp
-from .ends import Client, Kind, Timing, round_limit
+from .ends import Client, RoundKind, Timing, round_limit
 
 DEFAULT_SECONDS = 1.0
 WARM_UP_MESSAGES = 64
@@ -29,7 +29,7 @@ async def chosen_worker(transports: str | None) -> AsyncIterator[ucp.Worker | No
 
 async def repeat(
     client: Client,
-    kind: Kind,
+    kind: RoundKind,
     size: int,
     iterations: int | None,
     seconds: float | None,

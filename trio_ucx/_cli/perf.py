@@ -23,7 +23,7 @@ from .._opening.options import check_authkey
 from .._version import __version__
 from ..ucp._address import format_address, split_address
 from . import quiet
-from .ends import Client, Kind, Timing, serve
+from .ends import Client, RoundKind, Timing, serve
 from .errors import EXPECTED, describe
 from .measuring import DEFAULT_SECONDS, Advance, chosen_worker, half_trips, messages_a_second, progress_bar, repeat
 from .pair import AUTHKEY_VARIABLE, run_pair, transport_options
@@ -216,7 +216,7 @@ async def run_client(arguments: argparse.Namespace) -> int:
     ):
         client = Client(connection)
         server = await client.introduce()
-        await client.run_next(Kind.LATENCY, 8, 1)  # only after a message UCX knows which lanes it uses
+        await client.run_next(RoundKind.LATENCY, 8, 1)  # only after a message UCX knows which lanes it uses
         async with client.plain_tcp(server) as why_not:
             header = {
                 "server": {
@@ -254,7 +254,7 @@ async def measure(
 async def measure_way(
     client: Client, size: int, arguments: argparse.Namespace, plain: bool, advance: Advance
 ) -> Result:
-    async def run(kind: Kind, begin: float) -> list[tuple[Timing, int]]:
+    async def run(kind: RoundKind, begin: float) -> list[tuple[Timing, int]]:
         return await repeat(
             client,
             kind,
@@ -265,8 +265,8 @@ async def measure_way(
             plain=plain,
         )
 
-    latency = await run(Kind.LATENCY, 0)
-    stream = await run(Kind.STREAM, 0.5)
+    latency = await run(RoundKind.LATENCY, 0)
+    stream = await run(RoundKind.STREAM, 0.5)
     trips = half_trips(latency)
     rate = messages_a_second(stream)
     return Result(

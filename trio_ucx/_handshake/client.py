@@ -15,9 +15,9 @@ from .._rules.wire import ProtocolError, RefusalCode
 from ..ucp._engine.operations import under_way
 from ..ucp._status import UCXError
 from .control_stream import ControlStream, set_keepalive
-from .exchange import Exchange, Refused, State, UnknownProtocol, Welcomed
+from .exchange import Exchange, ExchangeState, Refused, UnknownProtocol, Welcomed
 from .handshake import ExchangeOptions, Handshake, NeedsAnotherWorker
-from .registry import SOFTWARE, Registry
+from .registry import SOFTWARE, WorkerConnections
 
 #: How many workers one connect tries before it opens its own, which has made no endpoints.
 SHARED_WORKERS = 2
@@ -34,7 +34,7 @@ class Connector:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: WorkerConnections,
         open_socket: Callable[[], Awaitable[trio.SocketStream]],
         label: str,
         exchange_options: ExchangeOptions,
@@ -51,7 +51,7 @@ class Connector:
         self._open_socket = open_socket
         self._handshake = Handshake(registry, options, label)
         #: Those of workers that were tried; each is used once.
-        self._tried: list[Registry] = []
+        self._tried: list[WorkerConnections] = []
 
     async def run(self) -> Link:
         """Connects.
@@ -122,7 +122,7 @@ class Connector:
             raise ConnectionError(errno.EPROTO, f"cannot connect to {self.label} over UCX: {error}") from error
         except NeedsAnotherWorker as error:
             reason = str(error)
-            if exchange.state is State.TAKE:
+            if exchange.state is ExchangeState.TAKE:
                 exchange.again()
             raise
         except OSError as error:

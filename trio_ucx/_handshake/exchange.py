@@ -59,7 +59,7 @@ MAX_SENT = 2**62
 WITH_AUTHKEY = 1
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     REFUSE = 1
     PROOF = 2
     OPEN = 3
@@ -69,7 +69,7 @@ class Kind(enum.IntEnum):
     ABORT = 8
 
 
-class State(enum.Enum):
+class ExchangeState(enum.Enum):
     """Which frame may come next."""
 
     PREAMBLE = enum.auto()  # the peer's preamble
@@ -83,16 +83,16 @@ class State(enum.Enum):
 
 
 #: Which frames may come, by side (whether it is the client) and state.
-EXPECTED: dict[tuple[bool, State], frozenset[Kind]] = {
-    (True, State.PROOF): frozenset({Kind.REFUSE, Kind.PROOF}),
-    (True, State.WELCOME): frozenset({Kind.REFUSE, Kind.WELCOME}),
-    (True, State.GREETING): frozenset({Kind.REFUSE, Kind.AGAIN, Kind.ABORT}),
+EXPECTED: dict[tuple[bool, ExchangeState], frozenset[FrameKind]] = {
+    (True, ExchangeState.PROOF): frozenset({FrameKind.REFUSE, FrameKind.PROOF}),
+    (True, ExchangeState.WELCOME): frozenset({FrameKind.REFUSE, FrameKind.WELCOME}),
+    (True, ExchangeState.GREETING): frozenset({FrameKind.REFUSE, FrameKind.AGAIN, FrameKind.ABORT}),
     # The connection opens first for the client. The listener may still close, or its connect_timeout may end.
-    (True, State.OPENED): frozenset({Kind.REFUSE, Kind.AGAIN, Kind.ABORT}),
-    (False, State.OPEN): frozenset({Kind.REFUSE, Kind.OPEN}),
-    (False, State.TAKE): frozenset({Kind.REFUSE, Kind.TAKE, Kind.AGAIN}),
-    (False, State.GREETING): frozenset({Kind.REFUSE, Kind.ABORT}),
-    (False, State.OPENED): frozenset({Kind.ABORT}),
+    (True, ExchangeState.OPENED): frozenset({FrameKind.REFUSE, FrameKind.AGAIN, FrameKind.ABORT}),
+    (False, ExchangeState.OPEN): frozenset({FrameKind.REFUSE, FrameKind.OPEN}),
+    (False, ExchangeState.TAKE): frozenset({FrameKind.REFUSE, FrameKind.TAKE, FrameKind.AGAIN}),
+    (False, ExchangeState.GREETING): frozenset({FrameKind.REFUSE, FrameKind.ABORT}),
+    (False, ExchangeState.OPENED): frozenset({FrameKind.ABORT}),
 }
 
 
@@ -218,7 +218,7 @@ class Exchange:
 
     def __init__(self, *, is_client: bool, software: str, authkey: bytes | None) -> None:
         self.is_client = is_client
-        self.state = State.PREAMBLE
+        self.state = ExchangeState.PREAMBLE
         self.protected: ProtectedMode | None = None
         self._software = software
         # Hashed, because HMAC treats keys that differ only in trailing zero bytes as equal.
@@ -248,8 +248,8 @@ class Exchange:
         self._out += preamble
         self._transcript.update(preamble)
 
-    def _send(self, kind: Kind, body: bytes = b"") -> None:
-        coded = self._authkey is not None and kind not in (Kind.REFUSE, Kind.ABORT)
+    def _send(self, kind: FrameKind, body: bytes = b"") -> None:
+        coded = self._authkey is not None and kind not in (FrameKind.REFUSE, FrameKind.ABORT)
         frame = _HEAD.pack(1 + len(body) + (_CODE if coded else 0), kind) + body
         self._transcript.update(frame)
         if coded:
@@ -291,44 +291,44 @@ class Exchange:
 
     def _send_open(self) -> None:
         assert self._offered is not None
-        self._send(Kind.OPEN, (self._stated_key or b"") + self._offered.encode())
+        self._send(FrameKind.OPEN, (self._stated_key or b"") + self._offered.encode())
 
     def welcome(self, description: PeerDescription, standing: Standing) -> None:
         """For the server: answers OPEN."""
         numbers = _STANDING.pack(standing.made, standing.shared, standing.greeted)
-        self._send(Kind.WELCOME, numbers + (self._stated_key or b"") + description.encode())
-        self.state = State.TAKE
+        self._send(FrameKind.WELCOME, numbers + (self._stated_key or b"") + description.encode())
+        self.state = ExchangeState.TAKE
 
     def take(self, generation: int, *, greet: bool) -> None:
         """For the client: says which endpoint both sides use, and whether they send HELLO."""
-        self._send(Kind.TAKE, _TAKE.pack(generation, greet))
-        self.state = State.GREETING
+        self._send(FrameKind.TAKE, _TAKE.pack(generation, greet))
+        self.state = ExchangeState.GREETING
 
     def again(self) -> None:
         """Says that there is no endpoint that both workers can use, and ends. Ended already: no effect."""
-        if self.state is State.ENDED:
+        if self.state is ExchangeState.ENDED:
             return
-        self._send(Kind.AGAIN)
-        self.state = State.ENDED
+        self._send(FrameKind.AGAIN)
+        self.state = ExchangeState.ENDED
 
     def refuse(self, reason: str, why: RefusalCode = RefusalCode.OTHER) -> None:
         """Sends the reason why there will be no connection, and ends."""
-        if self.state in (State.ENDED, State.OPENED):
+        if self.state in (ExchangeState.ENDED, ExchangeState.OPENED):
             return
-        if not self.is_client and self.state is State.PREAMBLE:
+        if not self.is_client and self.state is ExchangeState.PREAMBLE:
             self._send_preamble()
-        self._send(Kind.REFUSE, bytes([why]) + reason.encode(errors="replace")[:1000])
-        self.state = State.ENDED
+        self._send(FrameKind.REFUSE, bytes([why]) + reason.encode(errors="replace")[:1000])
+        self.state = ExchangeState.ENDED
 
     def greeted(self) -> None:
         """The connection is open for this side."""
-        self.state = State.OPENED
+        self.state = ExchangeState.OPENED
 
     def abort(self, sent: int = 0) -> None:
         """Sends ABORT: this side closes by force, after ``sent`` messages over UCX."""
-        if self.state in (State.GREETING, State.OPENED):
-            self._send(Kind.ABORT, _SENT.pack(sent))
-        self.state = State.ENDED
+        if self.state in (ExchangeState.GREETING, ExchangeState.OPENED):
+            self._send(FrameKind.ABORT, _SENT.pack(sent))
+        self.state = ExchangeState.ENDED
 
     # ---- receiving ----
 
@@ -347,8 +347,8 @@ class Exchange:
             ProtocolError: the peer violates the protocol, or must be refused. The exchange has ended.
         """
         try:
-            while self.state is not State.ENDED:
-                if self.state is State.PREAMBLE:
+            while self.state is not ExchangeState.ENDED:
+                if self.state is ExchangeState.PREAMBLE:
                     if not self._receive_preamble():
                         return None
                     continue
@@ -361,7 +361,7 @@ class Exchange:
         except ProtocolError as error:
             if isinstance(error, Refusal):
                 self.refuse(str(error), error.why)
-            self.state = State.ENDED
+            self.state = ExchangeState.ENDED
             raise
         return None
 
@@ -380,7 +380,9 @@ class Exchange:
         if not self.is_client:
             self._send_preamble()
         self._derive_keys()
-        self.state = State.PROOF if self.is_client else State.OPEN  # so that REFUSE sends no second preamble
+        self.state = (
+            ExchangeState.PROOF if self.is_client else ExchangeState.OPEN
+        )  # so that REFUSE sends no second preamble
         if self.protected is not None:
             raise self.protected
         if version != VERSION:
@@ -390,9 +392,9 @@ class Exchange:
         self._compare_authkeys(bool(flags & WITH_AUTHKEY))
         if not self.is_client:
             if self._authkey is not None:
-                self._send(Kind.PROOF)
+                self._send(FrameKind.PROOF)
         elif self._authkey is None:
-            self.state = State.WELCOME
+            self.state = ExchangeState.WELCOME
         return True
 
     def _wrong_version(self, version: int) -> str:
@@ -400,7 +402,7 @@ class Exchange:
             # The server may have sent its reason: REFUSE is the same in every version.
             length, kind = _HEAD.unpack_from(self._buffer)
             end = _HEAD.size - 1 + length
-            if kind == Kind.REFUSE and 1 <= length <= MAX_FRAME and len(self._buffer) >= end:
+            if kind == FrameKind.REFUSE and 1 <= length <= MAX_FRAME and len(self._buffer) >= end:
                 return _refused(bytes(self._buffer[_HEAD.size : end])).reason
         peer = "listener" if self.is_client else "client"
         return (
@@ -420,7 +422,7 @@ class Exchange:
     def _side(self) -> str:
         return "client" if self.is_client else "listener"
 
-    def _next_frame(self) -> tuple[Kind, bytes] | None:
+    def _next_frame(self) -> tuple[FrameKind, bytes] | None:
         """Returns the kind and the body of the next frame, after verifying its code."""
         if len(self._buffer) < _HEAD.size:
             return None
@@ -431,14 +433,14 @@ class Exchange:
         if number not in expected:
             raise ProtocolError(f"a frame of kind {number} is out of place in the state {self.state.name}")
         end = _HEAD.size - 1 + length
-        kind = Kind(number)
-        if kind is Kind.ABORT and length != 1 + _SENT.size:
+        kind = FrameKind(number)
+        if kind is FrameKind.ABORT and length != 1 + _SENT.size:
             raise ProtocolError("a malformed ABORT: it is shorter or longer than its kind requires")
         if len(self._buffer) < end:
             return None
         frame = bytes(self._buffer[:end])
         del self._buffer[:end]
-        if self._authkey is not None and kind not in (Kind.REFUSE, Kind.ABORT):
+        if self._authkey is not None and kind not in (FrameKind.REFUSE, FrameKind.ABORT):
             frame, code = frame[:-_CODE], frame[-_CODE:]
             self._transcript.update(frame)
             if len(frame) < _HEAD.size or not hmac.compare_digest(self._code(not self.is_client), code):
@@ -448,34 +450,34 @@ class Exchange:
             self._transcript.update(frame)
         return kind, frame[_HEAD.size :]
 
-    def _receive_frame(self, kind: Kind, body: bytes) -> Event | None:
+    def _receive_frame(self, kind: FrameKind, body: bytes) -> Event | None:
         match kind:
-            case Kind.REFUSE:
-                self.state = State.ENDED
+            case FrameKind.REFUSE:
+                self.state = ExchangeState.ENDED
                 return _refused(body)
-            case Kind.ABORT:
-                self.state = State.ENDED
+            case FrameKind.ABORT:
+                self.state = ExchangeState.ENDED
                 [sent] = _fields(body, _SENT)
                 return Aborted(_in_range(sent, MAX_SENT))
-            case Kind.PROOF:
+            case FrameKind.PROOF:
                 _expect_empty(body)
-                self.state = State.WELCOME
+                self.state = ExchangeState.WELCOME
                 self._send_open()
                 return None
-            case Kind.OPEN:
-                self.state = State.TAKE
+            case FrameKind.OPEN:
+                self.state = ExchangeState.TAKE
                 return Opened(self._description(body))
-            case Kind.WELCOME:
-                self.state = State.TAKE
+            case FrameKind.WELCOME:
+                self.state = ExchangeState.TAKE
                 standing = _standing(body[: _STANDING.size])
                 return Welcomed(self._description(body[_STANDING.size :]), standing)
-            case Kind.TAKE:
-                self.state = State.GREETING
+            case FrameKind.TAKE:
+                self.state = ExchangeState.GREETING
                 generation, greet = _fields(body, _TAKE)
                 return Taken(_in_range(generation, MAX_GENERATION), bool(_in_range(greet, 1)))
-            case Kind.AGAIN:
+            case FrameKind.AGAIN:
                 _expect_empty(body)
-                self.state = State.ENDED
+                self.state = ExchangeState.ENDED
                 return Again()
 
     def _description(self, body: bytes) -> PeerDescription:

@@ -25,7 +25,7 @@ import trio
 from outcome import Error, Value
 
 from .._errors import refusal
-from .._link import Link, Options, Transport
+from .._link import Link, MessagePort, Options
 from .._rules import wire
 from .._rules.life import Loss
 from ..ucp import WorkerAddress
@@ -52,7 +52,7 @@ from .control_stream import (
 )
 from .exchange import Aborted, Again, Event, Exchange, ProtectedMode, Refused
 from .peer_description import PeerDescription, SharedMemory, falls_back, why_not_shared_memory
-from .registry import Registry
+from .registry import WorkerConnections
 from .socket_owner import owner_of_peer
 
 #: Why a client does not count as one of this user.
@@ -128,7 +128,7 @@ class Handshake:
         label: what to call the peer in error messages.
     """
 
-    def __init__(self, registry: Registry, options: Options, label: str) -> None:
+    def __init__(self, registry: WorkerConnections, options: Options, label: str) -> None:
         self.options = options
         self.label = label
         #: Of the worker that the connection gets.
@@ -214,7 +214,7 @@ class Handshake:
         owner = self.registry.worker
         worker = owner._open_isolated()
         self._close_own_worker = lambda: owner._close_isolated(worker)
-        self.registry = Registry.of(worker)
+        self.registry = WorkerConnections.of(worker)
 
     def describe(self, shared_memory: SharedMemory) -> PeerDescription:
         """Returns the peer description that this side sends. From now on, messages for the connection come here."""
@@ -368,10 +368,10 @@ class Handshake:
         self._give_up_link()
         share = Share(core, self.label)
         try:
-            transport = Transport(share, peer.connection_id)
+            port = MessagePort(share, peer.connection_id)
             self._link = link = Link(
                 self.registry.worker,
-                transport,
+                port,
                 self.id,
                 peer.connection_id,
                 peer.window,

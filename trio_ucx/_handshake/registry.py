@@ -25,7 +25,7 @@ from .peer_description import PeerDescription, SharedMemory
 SOFTWARE = f"trio_ucx {__version__}, UCX {ucx.release}"
 
 
-class Registry:
+class WorkerConnections:
     """A worker's control sockets, and its successors."""
 
     def __init__(self, worker: Worker) -> None:
@@ -58,7 +58,7 @@ class Registry:
         self.engine.teardown.at_end[self.engine.next_id()] = self.control.close
         self.engine.tag_dispatch.claim()
 
-    def suitable(self, tried: Collection[Registry] = ()) -> Registry:
+    def suitable(self, tried: Collection[WorkerConnections] = ()) -> WorkerConnections:
         """The registry for a new connection: this one, the newest successor's, or that of a new one.
 
         A successor without connections is closed when a new one is opened: the caller describes this side at once.
@@ -73,16 +73,16 @@ class Registry:
         for worker in (self.worker, *list(self.worker._successors.values())[-1:]):
             engine = worker._engine
             if not engine.receive_queue.stopped and not engine.key_gate.lost and not engine.peer_workers.is_full:
-                registry = Registry.of(worker)
+                registry = WorkerConnections.of(worker)
                 if registry not in tried:
                     return registry
-        return Registry.of(self.worker._open_successor())
+        return WorkerConnections.of(self.worker._open_successor())
 
     @classmethod
-    def of(cls, worker: Worker) -> Registry:
+    def of(cls, worker: Worker) -> WorkerConnections:
         if worker._connections is None:
             worker._connections = cls(worker)
-        registry: Registry = worker._connections
+        registry: WorkerConnections = worker._connections
         return registry
 
     def description(

@@ -55,17 +55,17 @@ from .exchange import (
     Draining,
     Event,
     Exchange,
+    ExchangeState,
     NoRoom,
     Opened,
     ProtectedMode,
     Refusal,
     Refused,
-    State,
     Taken,
     UnknownProtocol,
 )
 from .handshake import ANOTHER_MACHINE, ANOTHER_USER, UNKNOWN_USER, ExchangeOptions, Handshake, NeedsAnotherWorker
-from .registry import SOFTWARE, Registry
+from .registry import SOFTWARE, WorkerConnections
 
 logger = logging.getLogger("trio_ucx")
 
@@ -132,7 +132,7 @@ def other_protocol(first_bytes: bytes) -> str:
     return "not a trio_ucx peer"
 
 
-class Client:
+class PendingClient:
     """A client whose handshake is not finished."""
 
     def __init__(self, stream: ControlStream) -> None:
@@ -182,7 +182,7 @@ class Acceptor:
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker = worker
-        self.registry = Registry.of(worker)
+        self.registry = WorkerConnections.of(worker)
         self.engine = worker._engine
         self.options = options
         self.accepted = 0
@@ -200,7 +200,7 @@ class Acceptor:
         self._timeout = timeout
         self._backlog = backlog
         self._on_close = on_close
-        self._clients: dict[Client, None] = {}
+        self._clients: dict[PendingClient, None] = {}
         self._ready: deque[Link] = deque()
         #: Clients that have a place in the backlog.
         self._opening = 0
@@ -274,7 +274,7 @@ class Acceptor:
 
     def _begin(self, stream: trio.SocketStream) -> None:
         try:
-            client = Client(ControlStream(stream))
+            client = PendingClient(ControlStream(stream))
             set_keepalive(stream.socket, self._exchange_options.keepalive_interval)
         except OSError:
             stream.socket.close()  # the client has gone already
@@ -286,7 +286,7 @@ class Acceptor:
             self._clients.pop(client, None)
             raise
 
-    async def _serve(self, client: Client) -> None:
+    async def _serve(self, client: PendingClient) -> None:
         """Runs one client's handshake. Never raises: an exception that left a system task would end the run."""
         try:
             await self._shake_hands(client)
@@ -296,7 +296,7 @@ class Acceptor:
             self._clients.pop(client, None)
             contained(client.stream.close)
 
-    async def _shake_hands(self, client: Client) -> None:
+    async def _shake_hands(self, client: PendingClient) -> None:
         handshake = Handshake(self.registry, self.options, client.label)
         exchange = Exchange(is_client=False, software=SOFTWARE, authkey=self._exchange_options.authkey)
         link: Link | None = None
@@ -354,14 +354,14 @@ class Acceptor:
                 self.refused += kind != AGAIN
                 reason_for_peer = reason_for_peer or f"{kind}: {reason}"
                 contained(handshake.close, Refused(reason_for_peer, why) if link is None else None)
-                if exchange.state is not State.PREAMBLE:  # it speaks our protocol
+                if exchange.state is not ExchangeState.PREAMBLE:  # it speaks our protocol
                     contained(exchange.refuse, reason_for_peer, why)
                 contained(client.stream.close, answer + exchange.data_to_send())
                 self._rejections.log(kind, client.label, reason)
             if client.has_place:
                 self._give_up_place()
 
-    async def _exchange(self, client: Client, handshake: Handshake, exchange: Exchange) -> None:
+    async def _exchange(self, client: PendingClient, handshake: Handshake, exchange: Exchange) -> None:
         """Runs the exchange, and hands the control socket over.
 
         Raises:

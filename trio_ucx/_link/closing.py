@@ -32,9 +32,9 @@ from ..ucp._engine.operations import under_way
 from ..ucp._live_handles import live_handles
 from ..ucp._process import has_ended
 from ..ucp._status import Status, UCXError, about, broken
+from .message_port import MessagePort
 from .receiving import Receiving
 from .sending import Sending
-from .transport import Transport
 
 #: Seconds to wait until a peer that has sent GOODBYE has our ACK.
 DONE_TIMEOUT = 1.0
@@ -65,16 +65,16 @@ class Closing:
 
     def __init__(
         self,
-        transport: Transport,
+        port: MessagePort,
         life: Life,
         sending: Sending,
         receiving: Receiving,
         close_timeout: float,
         unregister: Callable[[], None],
     ) -> None:
-        self.share = transport.share
+        self.share = port.share
         self.ending = self.share.ending
-        self.engine = transport.engine
+        self.engine = port.engine
         self.life = life
         #: Tells that the peer aborted, ended or vanished.
         self.control_socket: ControlSocket | None = None

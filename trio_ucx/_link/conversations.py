@@ -66,7 +66,7 @@ class ChannelState:
         return error
 
 
-class Conversations:
+class OpenChannels:
     """The channels of one connection.
 
     Args:

@@ -25,9 +25,9 @@ from ..ucp._memory.buffers import Buffer, WritableBuffer
 from ..ucp._tag import is_short
 from .closing import Closing
 from .immutable import immutable
+from .message_port import MessagePort
 from .receiving import Receiving
 from .sending import Sending
-from .transport import Transport
 
 
 @attrs.frozen
@@ -70,7 +70,7 @@ class Link:
     def __init__(
         self,
         worker: Worker,
-        transport: Transport,
+        port: MessagePort,
         my_id: int,
         peer_id: int,
         peer_window: int,
@@ -78,8 +78,8 @@ class Link:
         options: Options,
     ) -> None:
         self.worker = worker
-        self.engine = transport.engine
-        self.share = share = transport.share
+        self.engine = port.engine
+        self.share = share = port.share
         self.ending = share.ending
         self.opened_at = perf_counter()
         self.my_id = my_id
@@ -95,9 +95,9 @@ class Link:
         self.on_hello: Callable[[], None] | None = None
         self.life = life = Life(share.ending)
         threshold = worker.context.rendezvous_threshold or 0
-        self.sending = Sending(transport, life, peer_window, threshold)
+        self.sending = Sending(port, life, peer_window, threshold)
         self.receiving = Receiving(
-            transport,
+            port,
             life,
             self.sending,
             options.window,
@@ -106,7 +106,7 @@ class Link:
             on_frame=self._frame_arrived,
             acknowledge=lambda: self.closing.acknowledge(),
         )
-        self.closing = Closing(transport, life, self.sending, self.receiving, options.close_timeout, self._unregister)
+        self.closing = Closing(port, life, self.sending, self.receiving, options.close_timeout, self._unregister)
         tag_dispatch = self.engine.tag_dispatch
         tag_dispatch.expect_rendezvous(peer_threshold)
         tag_dispatch.sinks[my_id] = self.receiving

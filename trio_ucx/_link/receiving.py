@@ -18,7 +18,7 @@ from .._native import lib
 from .._rules import wire
 from .._rules.credit import ReceiveCredit
 from .._rules.life import Answer, Life, Peer
-from .._rules.tag_queue import Message, Receive, State, TagQueue, Want
+from .._rules.tag_queue import Message, MessageState, Receive, TagQueue, Want
 from ..ucp._contained import contained
 from ..ucp._engine.operations import Operation
 from ..ucp._engine.posting import pin
@@ -26,9 +26,9 @@ from ..ucp._engine.waits import Pending, Signal
 from ..ucp._memory.buffers import Pinned, WritableBuffer, new_bytes
 from ..ucp._status import MessageTooLong, Status, UCXError, about, error_from_status, is_about_a_part
 from .buffers import PackedMessages, ReadBuffer
-from .conversations import Conversations
+from .conversations import OpenChannels
+from .message_port import MessagePort
 from .sending import Sending
-from .transport import Transport
 
 #: Tag queues in which nothing is, and which are kept all the same: one is used again and again, most often.
 IDLE_QUEUES = 64
@@ -44,7 +44,7 @@ class Receiving:
 
     def __init__(
         self,
-        transport: Transport,
+        port: MessagePort,
         life: Life,
         sending: Sending,
         window: int,
@@ -54,10 +54,10 @@ class Receiving:
         on_frame: Callable[[wire.Frame], None],
         acknowledge: Callable[[], None],
     ) -> None:
-        self.transport = transport
-        self.share = transport.share
+        self.port = port
+        self.share = port.share
         self.ending = self.share.ending
-        self.engine = transport.engine
+        self.engine = port.engine
         self.life = life
         self.credit = ReceiveCredit(window, peer_threshold)
         self.max_message_size = max_message_size
@@ -76,7 +76,7 @@ class Receiving:
         self._served = -1
         #: The peer's questions (ASK) that were not answered yet: the limit of each, by tag queue.
         self.asks: dict[int, int] = {}
-        self.conversations = Conversations(
+        self.conversations = OpenChannels(
             sending,
             end=self._end_queue,
             drop=lambda number, error: self.queue(number).drop_all(error),
@@ -138,7 +138,7 @@ class Receiving:
     def message_arrived(self, number: int, handle: int, length: int) -> None:
         """A message was announced, and UCX holds it."""
         if self.life.receive_reported:
-            self.transport.discard(handle)
+            self.port.discard(handle)
             return
         try:
             if number == wire.CONTROL:  # control frames are so small that C code receives them
@@ -147,7 +147,7 @@ class Receiving:
             if number >= wire.CONVERSATIONS:
                 self.conversations.begun(number)
         except wire.ProtocolError as error:
-            self.transport.discard(handle)
+            self.port.discard(handle)
             self._refuse(error)
             return
         self.credit.arrived(number, length)
@@ -237,7 +237,7 @@ class Receiving:
 
     def take_begun(self) -> bytes | None:
         """Takes the number of a conversation that the peer has begun, if there is one."""
-        queue = self.queues.get(wire.BEGUN)
+        queue = self.queues.get(wire.UNACCEPTED)
         if queue is None or queue.packed is None:
             return None
         data = queue.packed.pop()
@@ -363,7 +363,7 @@ class Receiving:
     # ---- conversations, and questions of the peer ----
 
     def _conversation_begun(self, number: int) -> None:
-        self.queue(wire.BEGUN).packed_arrived(PackedMessages(1, 4, number.to_bytes(4, "little")))
+        self.queue(wire.UNACCEPTED).packed_arrived(PackedMessages(1, 4, number.to_bytes(4, "little")))
 
     def unread_in(self, number: int) -> int:
         queue = self.queues.get(number)
@@ -387,7 +387,7 @@ class Receiving:
 
     def found_empty(self, number: int) -> None:
         """A receiver found the tag queue empty: if that is for want of credit, admits its next message."""
-        if not self.credit.stalled or number == wire.BEGUN:
+        if not self.credit.stalled or number == wire.UNACCEPTED:
             return
         amount, admit = self.credit.found_empty(number)
         if amount:
@@ -426,14 +426,14 @@ class Receiving:
         else:
             assert isinstance(receive, PendingReceive) and receive.pins is not None
             pins = receive.pins
-        verdict = self.transport.receive(message.handle, pins)
+        verdict = self.port.receive(message.handle, pins)
         if verdict == Status.NO_MEMORY:  # nothing has happened
             if fresh:
                 pins.release()
             raise error_from_status(verdict, "receiving a message", self.share.ending.origin)
         message.handle = max(verdict, 0)
         message.contents = contents
-        message.state = State.READY if verdict == 0 else State.MOVING
+        message.state = MessageState.READY if verdict == 0 else MessageState.MOVING
         if verdict > 0:
             self.engine.adopt(verdict, Transfer, self, verdict, message, pins, fresh)
             self.engine.submit()
@@ -467,7 +467,7 @@ class Receiving:
 
     def consumed(self, message: Message) -> None:
         """See :class:`_rules.tag_queue.Mover`."""
-        if message.queue.number == wire.BEGUN:
+        if message.queue.number == wire.UNACCEPTED:
             return  # it was no message of the peer's
         amount = self.credit.consumed(message.length)
         if amount:
@@ -491,11 +491,11 @@ class Receiving:
 
     def discard(self, message: Message) -> None:
         """See :class:`_rules.tag_queue.Mover`."""
-        self.transport.discard(message.handle)
+        self.port.discard(message.handle)
 
     def give_up(self, message: Message) -> None:
         """See :class:`_rules.tag_queue.Mover`."""
-        self.transport.give_up(message.handle)
+        self.port.give_up(message.handle)
 
     def detached(self, receive: Receive, detached: bool) -> None:
         """See :class:`_rules.tag_queue.Mover`."""

@@ -24,23 +24,23 @@ from .._rules.life import Answer, Life
 from .._rules.unread import UnreadThere
 from .._rules.wire import SMALL_MESSAGE
 from ..ucp._contained import contained
-from ..ucp._engine.arming import MOMENT
+from ..ucp._engine.arming import DEFER_SECONDS
 from ..ucp._engine.operations import Operation
 from ..ucp._engine.posting import pending_send_of_bytes, pin
 from ..ucp._memory.buffers import Buffer, Pinned
 from ..ucp._status import Status, UCXError, broken
 from ..ucp._tag import is_short
-from .transport import Transport
+from .message_port import MessagePort
 
 
 class Sending:
     """The sending half of a connection."""
 
-    def __init__(self, transport: Transport, life: Life, peer_window: int, threshold: int) -> None:
-        self.transport = transport
-        self.share = transport.share
+    def __init__(self, port: MessagePort, life: Life, peer_window: int, threshold: int) -> None:
+        self.port = port
+        self.share = port.share
         self.ending = self.share.ending
-        self.engine = transport.engine
+        self.engine = port.engine
         self.life = life
         self.credit: SendCredit[SendOperation] = SendCredit(peer_window, threshold)
         self.batch = Batch()
@@ -154,7 +154,7 @@ class Sending:
                 # Does it closely follow another? Not where its sender waited for anything in between.
                 now = perf_counter()
                 count = self.engine.progress_count
-                defer = count == self._sent_count and now - self._sent_at < MOMENT and self._defers
+                defer = count == self._sent_count and now - self._sent_at < DEFER_SECONDS and self._defers
                 self._sent_at = now
                 self._sent_count = count
                 if defer:
@@ -163,7 +163,7 @@ class Sending:
                 if batch.add(queue, data):
                     self.send_batch()
                 return True
-        verdict = self.transport.send_bytes(queue, data)
+        verdict = self.port.send_bytes(queue, data)
         return True if verdict == 0 else self._keep(verdict, queue, data)
 
     def write_short(self, data: memoryview) -> int:
@@ -222,7 +222,7 @@ class Sending:
                 return
             self.engine.counters["batches"] += 1
             data = b"".join(parts)
-            verdict = self.transport.send_bytes(wire.BATCH, data)
+            verdict = self.port.send_bytes(wire.BATCH, data)
             if verdict:
                 self._keep(verdict, wire.BATCH, data)
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError) as error:
@@ -299,7 +299,7 @@ class Sending:
         """Sends a control frame that nobody waits for; with a batch, if it closely follows a message. Never raises."""
         try:
             batch = self.batch
-            waited = self._sent_count != self.engine.progress_count or perf_counter() - self._sent_at > MOMENT
+            waited = self._sent_count != self.engine.progress_count or perf_counter() - self._sent_at > DEFER_SECONDS
             if self.share.handle is None or not (batch.parts or (self._defers and not waited)):
                 self.post_frame(frame)
                 return
@@ -323,7 +323,7 @@ class Sending:
             return
         data = wire.encode_frame(frame)
         try:
-            verdict = self.transport.send_bytes(wire.CONTROL, data)
+            verdict = self.port.send_bytes(wire.CONTROL, data)
             if verdict < 0:
                 raise share.error_of(verdict, "sending a message")
             if verdict:
@@ -424,7 +424,7 @@ class SendOperation(Operation):
             if problem is not None:
                 raise problem
             assert self.pins is not None
-            verdict = sending.transport.send(self.queue, self.pins)
+            verdict = sending.port.send(self.queue, self.pins)
             if verdict < 0:
                 raise share.error_of(verdict, self.doing)
         except Exception as error:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from .._link import Link
 from .._link.sending import SendOperation
 from .._rules import wire
-from ..ucp._engine.arming import State
+from ..ucp._engine.arming import ArmingState
 from ..ucp._engine.engine import Engine
 from ..ucp._engine.operations import Operation
 from ..ucp._quirks.address_layout import is_loopback
@@ -20,7 +20,7 @@ def queue_name(queue: int, *, sent: bool = False) -> str:
     """How a report names a tag queue of this side's, or, with ``sent``, one that it sends to."""
     if queue == wire.STREAM:
         return "the byte stream"
-    if queue == wire.BEGUN:
+    if queue == wire.UNACCEPTED:
         return "new conversations"
     if queue >= wire.CONVERSATIONS:
         number = (queue - wire.CONVERSATIONS) % wire.MAX_CONVERSATIONS
@@ -41,7 +41,7 @@ def of_worker(engine: Engine) -> Iterator[str]:
             "the worker's shared-memory queue has stopped, because a local peer was killed while it wrote to it: "
             "nothing arrives over shared memory any more. Connect again; raw endpoints need another worker"
         )
-    elif engine.arming.state is State.BACKING_OFF and engine.progress_task.is_quiet:
+    elif engine.arming.state is ArmingState.BACKING_OFF and engine.progress_task.is_quiet:
         yield (
             "UCX has work that it cannot do: the shared-memory queue of a local peer is full because the peer does not "
             "run, or this worker's own queue waits for a peer that was stopped in the middle of writing"
@@ -91,13 +91,15 @@ def _of_messages(link: Link, sends: list[SendOperation]) -> Iterator[str]:
             "unread (max_unread); the peer must receive"
         )
     queues = dict(link.receiving.queues)
-    begun = queues.get(wire.BEGUN)
+    begun = queues.get(wire.UNACCEPTED)
     untaken = sum(not one.accepted for one in list(link.receiving.conversations.channels.values()))
     if untaken and (begun is None or not begun.receives):
         yield f"no task accepts {counted(untaken, 'conversation')} of the peer's (Connection.conversations)"
     others = (begun, queues.get(link.owner.queue) if link.owner is not None else None)
     unread = [queue for queue in queues.values() if queue.held[0] and not queue.receives and queue not in others]
-    empty = [one.number for one in queues.values() if one.receives and not one.held[0] and one.number <= wire.BEGUN]
+    empty = [
+        one.number for one in queues.values() if one.receives and not one.held[0] and one.number <= wire.UNACCEPTED
+    ]
     large = [send.queue for send in sends if not send.waits_for_credit and credit.stays(send.size)]
     offered = [queue.number for queue in unread if any(message.with_sender for message in list(queue.messages))]
     if large and offered:

@@ -25,7 +25,7 @@ from .._rules import wire
 from .._rules.life import Peer
 from .._rules.tag_queue import TagQueue
 from ..ucp._active_messages import ActiveMessages
-from ..ucp._engine.arming import State
+from ..ucp._engine.arming import ArmingState
 from ..ucp._engine.endpoint_core import EndpointCore
 from ..ucp._engine.engine import Engine, engines
 from ..ucp._engine.operations import Operation
@@ -47,12 +47,12 @@ from .network import silent_hosts, stopped_process
 BLOCKED = 0.5
 
 _STATES = {
-    State.ARMED: "waits for UCX's events",
-    State.DISARMED: "is progressed by tasks that poll or run",
-    State.SUSPENDED: "is progressed by tasks that poll or run",
-    State.PROGRESSING: "is being progressed",
-    State.BACKING_OFF: "has work that UCX cannot do yet",
-    State.ENDED: "is not progressed any more",
+    ArmingState.ARMED: "waits for UCX's events",
+    ArmingState.DISARMED: "is progressed by tasks that poll or run",
+    ArmingState.SUSPENDED: "is progressed by tasks that poll or run",
+    ArmingState.PROGRESSING: "is being progressed",
+    ArmingState.BACKING_OFF: "has work that UCX cannot do yet",
+    ArmingState.ENDED: "is not progressed any more",
 }
 _PEERS = {Peer.OPEN: "open", Peer.STOPPED: "which the peer is closing", Peer.LOST: "lost"}
 _T = TypeVar("_T")

@@ -108,7 +108,7 @@ def library_frames(task: trio.lowlevel.Task) -> Iterator[tuple[str, dict[str, An
 
 
 @attrs.frozen
-class Round:
+class ReportRound:
     """The round of Trio's loop that a thread is in.
 
     Attributes:
@@ -122,7 +122,7 @@ class Round:
     place: str | None
 
 
-def round_of(thread: int) -> Round | None:
+def round_of(thread: int) -> ReportRound | None:
     """The round of Trio's loop that a thread is in; None if it waits for events, or runs no loop.
 
     Trio keeps the time at which a round began in a local variable (0.22 to 0.35, at least).
@@ -136,5 +136,5 @@ def round_of(thread: int) -> Round | None:
             began, runner, task = variables.get("now"), variables.get("runner"), variables.get("task")
             if began is None or runner is None or task is None:
                 return None
-            return Round(runner.clock.current_time() - began, task.name, where)
+            return ReportRound(runner.clock.current_time() - began, task.name, where)
     return None

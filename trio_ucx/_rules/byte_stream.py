@@ -50,7 +50,7 @@ def pieces(total: int, window: int, threshold: int, start: int = 0) -> Iterator[
         yield slice(place, min(place + size, total))
 
 
-class Piece(Protocol):
+class SentPiece(Protocol):
     """A piece whose send goes on."""
 
     @property
@@ -64,7 +64,7 @@ class Piece(Protocol):
         """Its write was cancelled: withdraws it if it was not sent."""
 
 
-_Piece = TypeVar("_Piece", bound=Piece)
+_Piece = TypeVar("_Piece", bound=SentPiece)
 
 
 class Write(Generic[_Piece]):

@@ -52,7 +52,7 @@ def cost(length: int, threshold: int) -> int:
     return length + (MESSAGE_OVERHEAD if length <= SMALL_MESSAGE else LARGE_OVERHEAD)
 
 
-class Waiting(Protocol):
+class WaitingSend(Protocol):
     """A send that waits for credit. Compared by identity."""
 
     queue: int
@@ -61,7 +61,7 @@ class Waiting(Protocol):
     def __hash__(self) -> int: ...
 
 
-_Send = TypeVar("_Send", bound=Waiting)
+_Send = TypeVar("_Send", bound=WaitingSend)
 
 
 class SendCredit(Generic[_Send]):

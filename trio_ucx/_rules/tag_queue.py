@@ -23,7 +23,7 @@ import enum
 from typing import Any, Protocol
 
 
-class State(enum.Enum):
+class MessageState(enum.Enum):
     HELD = enum.auto()
     MOVING = enum.auto()
     READY = enum.auto()
@@ -48,7 +48,7 @@ class Message:
         #: UCX's handle while it is HELD, the id of the operation while it is MOVING.
         self.handle = handle
         self.length = length
-        self.state = State.HELD
+        self.state = MessageState.HELD
         #: Its bytes, if they are, or will be, in memory of ours.
         self.contents: bytes | None = None
         #: Why it could not be saved out of a buffer of the user's.
@@ -59,7 +59,7 @@ class Message:
     @property
     def with_sender(self) -> bool:
         """Whether it is not known to have arrived."""
-        return self.state is State.HELD and not self.whole
+        return self.state is MessageState.HELD and not self.whole
 
 
 class Packed(Protocol):
@@ -223,7 +223,7 @@ class TagQueue:
         if self.packed is not None:
             return self.packed.first
         message = self.messages[0] if self.messages else None
-        return message.contents if message is not None and message.state is State.READY else None
+        return message.contents if message is not None and message.state is MessageState.READY else None
 
     # ---- messages arrive ----
 
@@ -241,7 +241,7 @@ class TagQueue:
             return
         self._add_messages([message])
         self.advance()
-        if whole is not False and message.state is State.HELD and message in self.messages:
+        if whole is not False and message.state is MessageState.HELD and message in self.messages:
             try:
                 self.mover.move(message, None)
             except MemoryError:
@@ -334,7 +334,7 @@ class TagQueue:
         messages = []
         while packed.left:
             message = Message(self, 0, packed.length)
-            message.state = State.READY
+            message.state = MessageState.READY
             message.contents = packed.pop()
             messages.append(message)
         return messages
@@ -363,7 +363,7 @@ class TagQueue:
     def ready_now(self) -> Message | None:
         """The message that a receive could have without waiting."""
         self.unpack()
-        if self.messages and not self.receives and self.messages[0].state is State.READY:
+        if self.messages and not self.receives and self.messages[0].state is MessageState.READY:
             return self.messages[0]
         return None
 
@@ -381,7 +381,7 @@ class TagQueue:
         message = receive.message
         if message is None:
             receive.release()
-        elif message.state is State.READY:
+        elif message.state is MessageState.READY:
             self._save(message)
             receive.release()
         else:
@@ -414,7 +414,7 @@ class TagQueue:
             self._end_at(message, error)
             self._part(message)
         else:
-            message.state = State.READY
+            message.state = MessageState.READY
             if detached:
                 self._save(message)
         self.advance()
@@ -462,7 +462,7 @@ class TagQueue:
             return True
         if receive.message is not None and receive.message is not message:
             # A cancellation shifted the pairs: another message lies in its buffer, or is on its way there.
-            if receive.message.state is not State.READY:
+            if receive.message.state is not MessageState.READY:
                 if receive.message not in self.messages:  # UCX may still write to the buffer: no message can go there
                     assert self.failure is not None, "only the end of a queue drops what is on its way"
                     self._end_at(message, self.failure)
@@ -470,20 +470,20 @@ class TagQueue:
             self._save(receive.message)
         if message.length > receive.limit:
             return self._too_long(message, receive)
-        if message.state is State.HELD:
+        if message.state is MessageState.HELD:
             try:
                 self._move(message, receive)
             except MemoryError as error:
                 return self._no_memory(message, receive, error)
         if not self.messages or self.messages[0] is not message or not self.receives or self.receives[0] is not receive:
             return True  # it could not be moved, and its receive has failed; or that was cancelled
-        if message.state is not State.READY:
+        if message.state is not MessageState.READY:
             return False
         self._deliver(message, receive)
         return True
 
     def _too_long(self, message: Message, receive: Receive) -> bool:
-        if message.state is State.MOVING:
+        if message.state is MessageState.MOVING:
             return False
         self._drop_first(message)
         self._remove(receive)
@@ -517,9 +517,9 @@ class TagQueue:
         self.mover.consumed(message)
 
     def _let_go(self, message: Message) -> None:
-        if message.state is State.HELD:
+        if message.state is MessageState.HELD:
             self.mover.discard(message)
-        elif message.state is State.MOVING:
+        elif message.state is MessageState.MOVING:
             self.mover.give_up(message)
 
     def _move(self, message: Message, receive: Receive) -> None:
@@ -531,7 +531,7 @@ class TagQueue:
             try:
                 self.mover.move(message, receive)
             except BaseException:
-                if message.state is State.HELD:  # else UCX may be writing to the buffer
+                if message.state is MessageState.HELD:  # else UCX may be writing to the buffer
                     self._part(message)
                 raise
         else:
@@ -547,7 +547,7 @@ class TagQueue:
             if before >= FRESH_AHEAD and receive.want is not Want.INTO:
                 return
             before += message.length
-            if message.state is State.HELD and receive.message is None and message.length <= receive.limit:
+            if message.state is MessageState.HELD and receive.message is None and message.length <= receive.limit:
                 try:
                     self._move(message, receive)
                 except MemoryError:
@@ -588,7 +588,7 @@ class TagQueue:
 
         UCX may keep the buffers of messages whose transfer has begun, for a while or for ever.
         """
-        missing = next((one for one in self.messages if one.with_sender or one.state is State.MOVING), None)
+        missing = next((one for one in self.messages if one.with_sender or one.state is MessageState.MOVING), None)
         if missing is not None:
             self._end_at(missing, error)
 
@@ -598,14 +598,14 @@ class TagQueue:
         message = None
         while message is not missing:
             message = self.messages.pop()
-            if message.state is State.READY:
+            if message.state is MessageState.READY:
                 self._part(message)
             self._drop(message)
 
     @property
     def moving(self) -> bool:
         """Whether a message is being written to memory."""
-        return any(message.state is State.MOVING for message in self.messages)
+        return any(message.state is MessageState.MOVING for message in self.messages)
 
     def fail_unserved(self, error: Exception) -> bool:
         """No message will arrive any more: ends the receives if no message is left, and returns whether there were any.
@@ -626,7 +626,7 @@ class TagQueue:
         """
         message = receive.message
         if message is not None:
-            if message.state is State.MOVING:
+            if message.state is MessageState.MOVING:
                 self._detach(receive)
             else:
                 self._part(message)
@@ -641,7 +641,7 @@ class TagQueue:
         self.failure = error
         while self.messages:
             message = self.messages.pop()
-            if message.state is State.READY:
+            if message.state is MessageState.READY:
                 self._part(message)
             self._drop(message)
 

@@ -37,7 +37,7 @@ PIECES = 2**31 + 2**30
 #: So many conversations that one side has opened may be open at once.
 MAX_CONVERSATIONS = 2**28
 #: Not on the wire: the tag queue in which this side keeps the numbers of conversations that nobody has accepted.
-BEGUN = CONVERSATIONS - 1
+UNACCEPTED = CONVERSATIONS - 1
 
 #: The least window: a smaller one would hold hardly any message.
 MIN_WINDOW = 4096

@@ -18,7 +18,7 @@ from ..ucp._memory.buffers import Buffer, WritableBuffer
 from ..ucp._util import OpenedNotConstructed, check_integer
 from . import _collectives as collectives
 from ._errors import RankLostError, again
-from ._links import GONE, Link, Links, has_left
+from ._links import GONE, Links, RankConnection, has_left
 from ._meeting import VERDICT, Coordinator, Follower, why
 from ._members import Members
 from ._running import KINDS, Collectives
@@ -103,7 +103,7 @@ class Group(metaclass=OpenedNotConstructed):
             raise ValueError(f"this is rank {rank}: a rank has no connection to itself")
         return rank
 
-    async def _link(self, rank: int) -> Link:
+    async def _link(self, rank: int) -> RankConnection:
         link = self._links.by_rank.get(rank)
         if link is None or link.connection is None or self._members.lost or self._links.leaving:
             rank = self._check_rank(rank)
@@ -121,7 +121,7 @@ class Group(metaclass=OpenedNotConstructed):
         except GONE as error:
             raise await self._explain(link, error) from error
 
-    async def _explain(self, link: Link, error: Exception) -> Exception:
+    async def _explain(self, link: RankConnection, error: Exception) -> Exception:
         """The error for an operation with a rank whose connection has ended: rank 0 says which rank was lost."""
         rank = link.rank
         if self._links.leaving:
@@ -138,7 +138,7 @@ class Group(metaclass=OpenedNotConstructed):
             return lost
         return RankLostError(rank, why(error))
 
-    def _suspect(self, link: Link, error: Exception) -> None:
+    def _suspect(self, link: RankConnection, error: Exception) -> None:
         self._links.suspect(link.rank, f"rank {self.rank} cannot reach it: {why(error)}")
 
     # ---- messages ----
@@ -298,7 +298,7 @@ class Group(metaclass=OpenedNotConstructed):
                 return link.rank, await self.receive(link.rank, tag=tag, max_size=max_size)
             await self._wait_any(tag)
 
-    def _next_ready(self, tag: int) -> Link | None:
+    def _next_ready(self, tag: int) -> RankConnection | None:
         ready = [link for link in self._links.by_rank.values() if link.has_message(tag)]
         later = [link for link in ready if link.rank > self._served]
         return min(later or ready, key=lambda link: link.rank, default=None)

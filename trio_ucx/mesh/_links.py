@@ -30,7 +30,7 @@ from ..ucp._process import host_name
 from ..ucp._status import Error
 from ..ucp._util import CAPACITY_ERRORS
 from ._members import Members
-from ._messages import Answer, Hello, Leaving, Message, decode, encode
+from ._messages import Leaving, Message, RankAnswer, RankHello, decode, encode
 
 _T = TypeVar("_T", bound=Message)
 
@@ -55,7 +55,7 @@ def owned(connection: Connection, what: str, **more: Any) -> None:
 
 
 @attrs.define(eq=False)
-class Link:
+class RankConnection:
     """The connection to one rank.
 
     Attributes:
@@ -68,7 +68,7 @@ class Link:
     """
 
     rank: int
-    causes: Callable[[Link], Iterable[str]]
+    causes: Callable[[RankConnection], Iterable[str]]
     ready: trio.Event = attrs.field(factory=trio.Event)
     channel: Channel | None = None
     outbox: list[bytes] = attrs.field(factory=list)
@@ -143,13 +143,13 @@ class Links:
         self.worker = worker
         self.options = options
         self.suspect: Callable[[int, str], None] = lambda rank, reason: None
-        self.by_rank: dict[int, Link] = {}
+        self.by_rank: dict[int, RankConnection] = {}
         #: Whether this rank leaves: it opens no connections, and refuses those that others open.
         self.leaving = False
         #: The host at which this rank has reached rank 0.
         self.meeting_host = "127.0.0.1"
-        #: See :class:`Link`.
-        self.causes: Callable[[Link], Iterable[str]] = lambda link: ()
+        #: See :class:`RankConnection`.
+        self.causes: Callable[[RankConnection], Iterable[str]] = lambda link: ()
         #: Called when a connection was made.
         self.on_established: Callable[[], None] = lambda: None
         members.on_change.append(self._member_changed)
@@ -161,19 +161,19 @@ class Links:
             if rank not in self.members.lost:
                 del self.by_rank[rank]  # a new process has its number
 
-    def hello(self, to: int, port: int = 0, seconds: float = 0) -> Hello:
+    def hello(self, to: int, port: int = 0, seconds: float = 0) -> RankHello:
         """The first message of a connection to a rank."""
         members, host, pid = self.members, host_name(), os.getpid()
         who = members.name, members.member(members.rank), host, pid
-        return Hello(members.rank, to, members.size, port, seconds, members.on_loss, *who)
+        return RankHello(members.rank, to, members.size, port, seconds, members.on_loss, *who)
 
-    def link(self, rank: int) -> Link:
+    def link(self, rank: int) -> RankConnection:
         link = self.by_rank.get(rank)
         if link is None:
-            link = self.by_rank[rank] = Link(rank, lambda link: self.causes(link))
+            link = self.by_rank[rank] = RankConnection(rank, lambda link: self.causes(link))
         return link
 
-    async def connected(self, rank: int) -> Link:
+    async def connected(self, rank: int) -> RankConnection:
         """Returns the link to a rank, with its connection. No checkpoint if that is there.
 
         Raises:
@@ -195,7 +195,7 @@ class Links:
             await link.ready.wait()
 
     @enable_ki_protection
-    async def _connect(self, link: Link) -> None:
+    async def _connect(self, link: RankConnection) -> None:
         try:
             answer = await self._try_to_connect(link)
         except (OSError, ValueError, *GONE) as error:
@@ -207,7 +207,7 @@ class Links:
         finally:
             link.connecting = False
 
-    async def _open(self, link: Link) -> Connection:
+    async def _open(self, link: RankConnection) -> Connection:
         host, port = self.members.addresses[link.rank]
         deadline = trio.current_time() + _SHORTAGE
         while True:
@@ -221,14 +221,14 @@ class Links:
                 if self.by_rank.get(link.rank) is not link or self.members.error(link.rank) is not None:
                     raise
 
-    async def _try_to_connect(self, link: Link) -> Answer:
+    async def _try_to_connect(self, link: RankConnection) -> RankAnswer:
         connection = await self._open(link)
         owned(connection, f"a new connection with rank {link.rank}")
         async with AsyncExitStack() as stack:
             stack.callback(connection.abort)
             channel = connection.open_conversation()
             await channel.send(encode(self.hello(link.rank)))
-            answer = expect(await channel.receive(), Answer)
+            answer = expect(await channel.receive(), RankAnswer)
             if not answer.refused and self.by_rank.get(link.rank) is link and link.connection is None:
                 stack.pop_all()
                 link.establish(channel)
@@ -278,7 +278,7 @@ class Links:
             if not any(link.connection is connection for link in self.by_rank.values()):
                 connection.abort()
 
-    async def answer(self, channel: Channel, hello: Hello) -> None:
+    async def answer(self, channel: Channel, hello: RankHello) -> None:
         """Says whether the connection is wanted."""
         members = self.members
         while members.ended is None and (not members.name or hello.member > members.member(hello.rank)):
@@ -291,23 +291,23 @@ class Links:
         if answer.refused:
             await channel.connection.aclose()
 
-    def _judge(self, hello: Hello) -> Answer:
+    def _judge(self, hello: RankHello) -> RankAnswer:
         members, link = self.members, self.by_rank.get(hello.rank)
         if self.leaving:
-            return Answer("it has left the group")
+            return RankAnswer("it has left the group")
         if hello.to != members.rank or hello.group != members.name or not 0 <= hello.rank < members.size:
-            return Answer(f"this is rank {members.rank} of another group, of process {os.getpid()}")
+            return RankAnswer(f"this is rank {members.rank} of another group, of process {os.getpid()}")
         if hello.rank in members.lost or hello.member < members.member(hello.rank):
-            return Answer(f"rank {hello.rank} was lost")
+            return RankAnswer(f"rank {hello.rank} was lost")
         if link is not None and link.connection is not None:
-            return Answer("there is a connection already", crossed=True)
+            return RankAnswer("there is a connection already", crossed=True)
         if link is not None and link.connecting and members.rank < hello.rank:
-            return Answer("both have connected at once", crossed=True)
-        return Answer()
+            return RankAnswer("both have connected at once", crossed=True)
+        return RankAnswer()
 
 
 @enable_ki_protection
-async def close(channel: Channel, *last: Answer | Leaving) -> None:
+async def close(channel: Channel, *last: RankAnswer | Leaving) -> None:
     """Says the last thing, if any, and closes the connection gracefully."""
     try:
         for message in last:
@@ -317,15 +317,15 @@ async def close(channel: Channel, *last: Answer | Leaving) -> None:
         channel.connection.abort()
 
 
-async def first_message(connection: Connection) -> tuple[Channel, Hello]:
-    """The channel that the other side has opened, and its :class:`Hello`.
+async def first_message(connection: Connection) -> tuple[Channel, RankHello]:
+    """The channel that the other side has opened, and its :class:`RankHello`.
 
     Raises:
         ValueError: it says something else.
         trio.EndOfChannel, trio.BrokenResourceError: it has gone.
     """
     async for channel in connection.conversations():
-        return channel, expect(await channel.receive(max_size=_LONGEST_HELLO), Hello)
+        return channel, expect(await channel.receive(max_size=_LONGEST_HELLO), RankHello)
     raise trio.EndOfChannel
 
 

@@ -1,7 +1,7 @@
 """How ranks meet, and how all learn of a loss: each rank keeps a connection to rank 0, which decides.
 
-A rank connects to rank 0 and says :class:`Hello`. When all are there, rank 0 welcomes each with the addresses of all.
-From then on rank 0 notices when one of these connections ends, and is told by ranks that cannot reach another one
+A rank connects to rank 0 and says :class:`RankHello`. When all are there, rank 0 welcomes each with the addresses of
+all. From then on rank 0 notices when one of these connections ends, and is told by ranks that cannot reach another one
 (:class:`Suspect`). It tells all which rank was lost (:class:`Lost`). All ranks then name the same one: the first that
 was lost, not those that ended because of it.
 """
@@ -23,7 +23,7 @@ from .._errors import PeerLost
 from ._errors import MeetingError
 from ._links import GONE, Links, close, first_message, owned
 from ._members import Members, elsewhere
-from ._messages import Answer, Heard, Hello, Joined, Leaving, Left, Lost, Suspect, Welcome, decode, encode
+from ._messages import Heard, Joined, Leaving, Left, Lost, RankAnswer, RankHello, Suspect, Welcome, decode, encode
 from ._place import Place
 
 #: If one rank cannot reach another: seconds for which rank 0 waits to learn why that one is gone.
@@ -32,7 +32,7 @@ _JUDGEMENT = 1.0
 VERDICT = 5.0
 #: Seconds more than its own timeout that a rank waits for rank 0 to say who is missing.
 _GRACE = 2.0
-#: Seconds in which a new connection must say Hello.
+#: Seconds in which a new connection must say RankHello.
 _GREETING = 10.0
 #: Ranks that leave within so many seconds are announced in one message.
 _TOGETHER = 0.05
@@ -72,7 +72,7 @@ class NotYet(Exception):
 @attrs.frozen(eq=False)
 class _Arrival:
     channel: Channel
-    hello: Hello
+    hello: RankHello
 
 
 class Coordinator:
@@ -126,7 +126,7 @@ class Coordinator:
             error = MeetingError(f"after {timeout:g} s, {self.absence()}", self.missing())
             async with trio.open_nursery() as nursery:
                 for arrival in self._arrivals.values():
-                    answer = Answer(str(error.strerror), error.missing)
+                    answer = RankAnswer(str(error.strerror), error.missing)
                     nursery.start_soon(close, arrival.channel, answer)
             raise error
 
@@ -155,15 +155,15 @@ class Coordinator:
                 await close(arrival.channel, answer)
                 nursery.cancel_scope.cancel()
 
-    def _refusal(self, hello: Hello) -> Answer | None:
+    def _refusal(self, hello: RankHello) -> RankAnswer | None:
         size, on_loss = self._members.size, self._members.on_loss
         if hello.to != 0 or hello.size != size or not 0 < hello.rank < size:
-            return Answer(f"this is rank 0 of {size}, but it is looked for by rank {hello.rank} of {hello.size}")
+            return RankAnswer(f"this is rank 0 of {size}, but it is looked for by rank {hello.rank} of {hello.size}")
         if hello.on_loss != on_loss:
-            return Answer(f"rank {hello.rank} has on_loss={hello.on_loss!r}, and rank 0 has {on_loss!r}")
+            return RankAnswer(f"rank {hello.rank} has on_loss={hello.on_loss!r}, and rank 0 has {on_loss!r}")
         if not self._complete.is_set() and hello.rank in self._arrivals:
             other = self._arrivals[hello.rank].hello
-            return Answer(f"rank {hello.rank} has come already: process {other.pid} on {other.host}")
+            return RankAnswer(f"rank {hello.rank} has come already: process {other.pid} on {other.host}")
         return None
 
     async def _join(self, rank: int, arrival: _Arrival) -> None:
@@ -181,7 +181,7 @@ class Coordinator:
                 await self._complete.wait()
             await trio.lowlevel.checkpoint_if_cancelled()  # it has gone meanwhile
             if not self._complete.is_set():
-                answer = Answer(f"after {arrival.hello.seconds:.3g} s, {self.absence()}", self.missing())
+                answer = RankAnswer(f"after {arrival.hello.seconds:.3g} s, {self.absence()}", self.missing())
                 del self._arrivals[rank]
                 self._gave_up.add(rank)
                 await close(arrival.channel, answer)
@@ -193,9 +193,9 @@ class Coordinator:
             await trio.lowlevel.checkpoint_if_cancelled()
             refusal = self._refusal(arrival.hello)
             if members.ended is not None or rank in members.left:
-                refusal = Answer("the previous group has not ended", later=True)
+                refusal = RankAnswer("the previous group has not ended", later=True)
             elif rank not in members.lost:
-                refusal = refusal or Answer(f"rank {rank} has joined already")
+                refusal = refusal or RankAnswer(f"rank {rank} has joined already")
             if refusal is not None:
                 await close(arrival.channel, refusal)
                 return
@@ -317,7 +317,7 @@ class Follower:
         self._leaves = False
 
     async def meet(self, connection: Connection, port: int, timeout: float) -> None:
-        """Says Hello to rank 0, and waits for its Welcome.
+        """Says RankHello to rank 0, and waits for its Welcome.
 
         Raises:
             NotYet: rank 0 belongs to a group that ends, or has ended.
@@ -333,7 +333,7 @@ class Follower:
                 message = decode(await control.receive())
             except GONE as error:
                 raise NotYet(f"rank 0 ended while the ranks were meeting: {why(error)}") from error
-            if isinstance(message, Answer):
+            if isinstance(message, RankAnswer):
                 if message.later:
                     raise NotYet(f"rank 0 is busy: {message.refused}")
                 if message.missing:

@@ -3,9 +3,9 @@
 ================  ===========  =====================================================================================
 message           direction    meaning
 ================  ===========  =====================================================================================
-:class:`Hello`    both         the first message of a connection: which rank opens it
+:class:`RankHello`    both         the first message of a connection: which rank opens it
 :class:`Welcome`  rank 0 to r  all ranks are there, and these are their addresses
-:class:`Answer`   both         whether the sender of :class:`Hello` is wanted, and if not, why
+:class:`RankAnswer`   both         whether the sender of :class:`RankHello` is wanted, and if not, why
 :class:`Suspect`  r to rank 0  this rank cannot reach that one
 :class:`Leaving`  r to rank 0  this rank leaves the group
 :class:`Left`     rank 0 to r  ranks have left
@@ -29,7 +29,7 @@ Address = tuple[str, int]
 
 
 @attrs.frozen
-class Hello:
+class RankHello:
     """Attributes:
     rank: who says it.
     to: whom it wants to speak to.
@@ -72,7 +72,7 @@ class Welcome:
 
 
 @attrs.frozen
-class Answer:
+class RankAnswer:
     """Attributes:
     refused: why not; "" if the connection is wanted.
     missing: ranks that did not come.
@@ -125,7 +125,7 @@ class Heard:
     generation: int
 
 
-Message = Hello | Welcome | Answer | Suspect | Leaving | Left | Lost | Joined | Heard
+Message = RankHello | Welcome | RankAnswer | Suspect | Leaving | Left | Lost | Joined | Heard
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
@@ -150,7 +150,7 @@ def decode(data: bytes) -> Message:
             for field in ("members", "lost"):
                 fields[field] = {int(rank): value for rank, value in fields[field].items()}
             fields["addresses"] = [None if one is None else (str(one[0]), int(one[1])) for one in fields["addresses"]]
-        elif name == "Answer":
+        elif name == "RankAnswer":
             fields["missing"] = tuple(fields["missing"])
         elif name == "Left":
             fields["ranks"] = tuple(fields["ranks"])

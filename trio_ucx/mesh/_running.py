@@ -15,7 +15,7 @@ from trio.lowlevel import enable_ki_protection
 from ..ucp._status import MessageTooLong
 from ._collectives import Post, Steps, Take
 from ._errors import RankLostError
-from ._links import GONE, Link, Links
+from ._links import GONE, Links, RankConnection
 from ._members import Members
 
 #: What each message begins with: the group's generation, the number of the operation in it, and its kind.
@@ -63,7 +63,7 @@ class Collectives:
         self,
         members: Members,
         links: Links,
-        explain: Callable[[Link, Exception], Awaitable[Exception]],
+        explain: Callable[[RankConnection, Exception], Awaitable[Exception]],
     ) -> None:
         self._members = members
         self._links = links
@@ -76,13 +76,13 @@ class Collectives:
         #: What goes on in the background, one after the other: a cancelled operation, and what was called meanwhile.
         self._background: deque[_Call] = deque()
         #: Links with messages that wait for the peer's window, and the scope of the task that sends them.
-        self._behind: dict[Link, trio.CancelScope] = {}
+        self._behind: dict[RankConnection, trio.CancelScope] = {}
         #: Where tasks wait for progress in the background.
         self._progress = trio.lowlevel.ParkingLot()
         members.on_change.append(self._interrupt)
         links.causes = self._causes
 
-    def _causes(self, link: Link) -> Iterator[str]:
+    def _causes(self, link: RankConnection) -> Iterator[str]:
         """Why an operation with a rank may hang, for reports."""
         message, call = link.first, self._current
         if message is not None:
@@ -223,7 +223,7 @@ class Collectives:
 
     # ---- messages ----
 
-    def _post(self, link: Link, message: bytes) -> None:
+    def _post(self, link: RankConnection, message: bytes) -> None:
         assert link.channel is not None
         if not link.outbox:
             try:
@@ -235,7 +235,7 @@ class Collectives:
         link.outbox.append(message)
 
     @enable_ki_protection
-    async def _catch_up(self, link: Link) -> None:
+    async def _catch_up(self, link: RankConnection) -> None:
         assert link.channel is not None
         try:
             with self._behind[link]:
@@ -251,7 +251,7 @@ class Collectives:
             del self._behind[link]
             self._progress.unpark_all()
 
-    async def _take(self, link: Link, call: _Call) -> bytes:
+    async def _take(self, link: RankConnection, call: _Call) -> bytes:
         await trio.lowlevel.checkpoint_if_cancelled()
         while True:
             message = link.pending.pop(0) if link.pending else link.take()

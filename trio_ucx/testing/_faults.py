@@ -1,6 +1,6 @@
 """Faults in what one Connection sends: messages that get lost, or come late.
 
-They stand where a Connection hands its messages to UCX: in place of the :class:`Transport` of its sending half.
+They stand where a Connection hands its messages to UCX: in place of the :class:`MessagePort` of its sending half.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import trio
 
 from .._connection import Connection
 from .._link.link import Link
-from .._link.transport import Transport
+from .._link.message_port import MessagePort
 from .._native import lib
 from ..ucp._engine.posting import pending_send_of_bytes
 from ..ucp._memory.buffers import Pinned
@@ -23,7 +23,7 @@ from ..ucp._status import Status, UCXError
 from ..ucp._util import ALL_BITS, check_integer, check_timeout
 
 
-class FaultyTransport(Transport):
+class FaultyPort(MessagePort):
     """Drops messages, or passes them on later."""
 
     __slots__ = ("_late", "_link", "delay", "left")
@@ -130,10 +130,10 @@ class Faults:
         if not isinstance(connection, Connection):
             raise TypeError(f"faults are those of a Connection, not of a {type(connection).__name__}")
         link = connection._link
-        transport = link.sending.transport
-        if not isinstance(transport, FaultyTransport):
-            transport = link.sending.transport = FaultyTransport(link)
-        self._transport = transport
+        port = link.sending.port
+        if not isinstance(port, FaultyPort):
+            port = link.sending.port = FaultyPort(link)
+        self._port = port
 
     def drop_after(self, nbytes: int) -> None:
         """Lets ``nbytes`` more bytes through, and nothing after them: the peer waits, and is told nothing.
@@ -146,7 +146,7 @@ class Faults:
         Raises:
             TypeError, ValueError: no integer, or negative.
         """
-        self._transport.left = check_integer(nbytes, "nbytes", 0, 2**63 - 1)
+        self._port.left = check_integer(nbytes, "nbytes", 0, 2**63 - 1)
 
     def delay(self, seconds: float) -> None:
         """Makes what is sent from now on so many seconds late, in order; 0 ends that.
@@ -160,4 +160,4 @@ class Faults:
         seconds = check_timeout(seconds, "seconds")
         if seconds == math.inf:
             raise ValueError("seconds must be finite: drop_after(0) lets nothing through")
-        self._transport.delay = seconds
+        self._port.delay = seconds

@@ -71,7 +71,7 @@ class PeerFaults(Faults):
     @property
     def _ordered(self) -> bool:
         """Whether a graceful close would wait in vain."""
-        return self._silent or self._transport.faulty
+        return self._silent or self._port.faulty
 
 
 @protected_asynccontextmanager

@@ -14,7 +14,7 @@ from .._native import lib
 from ._engine.engine import Engine
 from ._engine.operations import Operation, Scope
 from ._engine.posting import pending_operation, pin
-from ._engine.stream_buffer import Piece, StreamBuffer
+from ._engine.stream_buffer import StreamBuffer, StreamChunk
 from ._features import Feature
 from ._memory.buffers import Buffer, Pinned, WritableBuffer
 from ._util import OpenedNotConstructed, warn_resource
@@ -29,7 +29,7 @@ class StreamData(metaclass=OpenedNotConstructed):
     """
 
     _engine: Engine
-    _piece: Piece
+    _piece: StreamChunk
 
     @property
     def data(self) -> memoryview:

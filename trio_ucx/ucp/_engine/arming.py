@@ -15,7 +15,7 @@ parked, an event wakes that task alone. Without a leader, the event would wake t
 round of Trio's loop later.
 
 ====================  =======================================================================================
-State                 What progresses the worker next
+ArmingState                 What progresses the worker next
 ====================  =======================================================================================
 ``ARMED``             the task that waits for the descriptor, when it becomes readable
 ``DISARMED``          tasks that poll or run; one more waits for the descriptor, which announces only some events
@@ -61,11 +61,11 @@ Posting progresses UCX, so ``POSTED`` never finds the worker ``ARMED``. What has
 not delivered yet: tasks that poll or park deliver it, or ``OVERDUE`` does. ``ASKED`` delivers at once.
 
 ``OVERDUE`` happens when something is deferred and Trio has nothing else to run. If other tasks keep running, it happens
-when nothing has been delivered for ``MOMENT`` and for ``MIN_DEFER_ROUNDS`` rounds, or for ``MAX_DEFER_SECONDS``.
-(From one message to the next a task passes two rounds. These take longer than ``MOMENT`` if another process has the
-core.) A hook before Trio's waits notices this. The hook costs half a microsecond or more for each round of Trio's loop;
-so when the only task that waits has come back ``STEADY`` times in a row, a timer replaces the hook, and looks every
-``TIMER`` seconds.
+when nothing has been delivered for ``DEFER_SECONDS`` and for ``MIN_DEFER_ROUNDS`` rounds, or for ``MAX_DEFER_SECONDS``.
+(From one message to the next a task passes two rounds. These take longer than ``DEFER_SECONDS`` if another process has
+the core.) A hook before Trio's waits notices this. The hook costs half a microsecond or more for each round of Trio's
+loop; so when the only task that waits has come back ``RETURNS_UNTIL_TIMER`` times in a row, a timer replaces the hook,
+and looks every ``TIMER_SECONDS``.
 """
 
 from __future__ import annotations
@@ -76,21 +76,21 @@ from typing import Protocol
 
 #: Seconds for which work may be deferred while other tasks run, and within which one message closely follows another.
 #: More would save calls, but a receiver that polls for DEFAULT_SPIN should not have to park meanwhile.
-MOMENT = 75e-6
+DEFER_SECONDS = 75e-6
 #: Rounds of Trio's loop without a delivery before arming is overdue, unless MAX_DEFER_SECONDS pass first.
 MIN_DEFER_ROUNDS = 3
 #: Seconds without a delivery after which arming is overdue, however few rounds have passed.
 MAX_DEFER_SECONDS = 1e-3
 #: Seconds between two looks of the timer that replaces the hook.
-TIMER = 0.004
+TIMER_SECONDS = 0.004
 #: The timer replaces the hook when the only waiting task has come back more often than this in a row.
-STEADY = 64
+RETURNS_UNTIL_TIMER = 64
 #: Idle rounds with nothing deferred, after which the hook before waits is removed. Not sooner, because adding it again
 #: takes 10 microseconds.
 IDLE_ROUNDS = 100
 
 
-class State(IntEnum):
+class ArmingState(IntEnum):
     """What progresses the worker next: see the table above."""
 
     ARMED = auto()
@@ -102,7 +102,7 @@ class State(IntEnum):
 
 
 #: The states in which deferred work becomes overdue.
-_DEFERRED = State.DISARMED, State.SUSPENDED, State.BACKING_OFF
+_DEFERRED = ArmingState.DISARMED, ArmingState.SUSPENDED, ArmingState.BACKING_OFF
 
 
 class Event(IntEnum):
@@ -137,7 +137,7 @@ class Progress(IntEnum):
     BUSY = 2
 
 
-class Worker(Protocol):
+class ArmedWorker(Protocol):
     """The UCX worker, as far as arming is concerned."""
 
     #: How often it was progressed.
@@ -177,7 +177,7 @@ class Loop(Protocol):
         """Calls it in the next round."""
 
     def start_timer(self) -> None:
-        """Calls :meth:`Arming.timer_ended` after TIMER seconds, if it is not going to already."""
+        """Calls :meth:`Arming.timer_ended` after TIMER_SECONDS seconds, if it is not going to already."""
 
     def resume(self) -> None:
         """Lets the progress task run in the next round if it is suspended."""
@@ -192,13 +192,13 @@ class Arming:
             not wait either.
     """
 
-    def __init__(self, worker: Worker, loop: Loop, *, polling: bool, jumping: bool = False) -> None:
+    def __init__(self, worker: ArmedWorker, loop: Loop, *, polling: bool, jumping: bool = False) -> None:
         self._worker = worker
         self._loop = loop
         self._polling = polling
         self._jumping = jumping
         #: ARMED stands for DISARMED, too, as long as a task waits for the descriptor.
-        self._state = State.PROGRESSING
+        self._state = ArmingState.PROGRESSING
         #: Whether a task of the program waits for it, the leader. The progress task is then suspended.
         self.led = False
         #: Whether the progress task waits for it, or was woken by it and has not run yet.
@@ -220,10 +220,10 @@ class Arming:
     # ---- the state ----
 
     @property
-    def state(self) -> State:
+    def state(self) -> ArmingState:
         """The worker's state."""
-        if self._state is State.ARMED and self.armed_at != self._worker.progress_count:
-            return State.DISARMED
+        if self._state is ArmingState.ARMED and self.armed_at != self._worker.progress_count:
+            return ArmingState.DISARMED
         return self._state
 
     @property
@@ -234,14 +234,14 @@ class Arming:
     @property
     def awaits_descriptor(self) -> bool:
         """Whether a task waits for the descriptor."""
-        return self._state is State.ARMED
+        return self._state is ArmingState.ARMED
 
     def try_to_arm(self) -> bool:
         """Progresses, and tries to arm. Returns whether that succeeded.
 
         If no task waits for the descriptor, wakes the progress task and returns False.
         """
-        if self._state is not State.ARMED:
+        if self._state is not ArmingState.ARMED:
             self.handle(Event.WAKE)
             return False
         self._arm()
@@ -259,21 +259,21 @@ class Arming:
     def _arm(self) -> None:
         if self._worker.progress_and_deliver(arm=True) == Progress.ARMED:
             self.armed_at = self._worker.progress_count
-        elif self._state is not State.ENDED:
-            self._state = State.PROGRESSING
+        elif self._state is not ArmingState.ENDED:
+            self._state = ArmingState.PROGRESSING
             self._worker.signal()
 
     def _lead(self) -> None:
         result = self._worker.progress_and_deliver(arm=True, once=True)
         if result == Progress.ARMED:
-            self._state = State.ARMED
+            self._state = ArmingState.ARMED
             self.armed_at = self._worker.progress_count
             self.led = True
         elif result == Progress.BUSY:
             self._resume()
 
     def _signal(self) -> None:
-        self._state = State.PROGRESSING
+        self._state = ArmingState.PROGRESSING
         self._worker.signal()
 
     def _progress(self) -> None:
@@ -284,18 +284,18 @@ class Arming:
         self.defer()
 
     def _resume(self) -> None:
-        self._state = State.PROGRESSING
+        self._state = ArmingState.PROGRESSING
         self._loop.resume()
 
     def _look(self) -> None:
         if self._worker.serve_parked():
             self._step_aside()
         else:
-            self._state = State.PROGRESSING
+            self._state = ArmingState.PROGRESSING
 
     def _step_aside(self) -> None:
         # If a task still waits for the descriptor, SUSPENDED would let a second one wait for it.
-        self._state = State.ARMED if self.led or self._progress_task_waits else State.SUSPENDED
+        self._state = ArmingState.ARMED if self.led or self._progress_task_waits else ArmingState.SUSPENDED
         self.armed_at = -1
         self.defer()
 
@@ -306,24 +306,24 @@ class Arming:
             self._look()
 
     def _run(self) -> None:
-        self._state = State.PROGRESSING
+        self._state = ArmingState.PROGRESSING
         result = self._worker.progress_and_deliver(arm=True)
-        if self._state is not State.PROGRESSING:
+        if self._state is not ArmingState.PROGRESSING:
             return  # ended meanwhile
         if result == Progress.ARMED:
-            self._state = State.ARMED
+            self._state = ArmingState.ARMED
             self.armed_at = self._worker.progress_count
         elif result == Progress.BUSY:
-            self._state = State.BACKING_OFF
+            self._state = ArmingState.BACKING_OFF
 
     # ---- the progress task ----
 
-    def next_step(self) -> State:
+    def next_step(self) -> ArmingState:
         """The progress task runs. Returns what it waits for: never DISARMED."""
         if self.led:
-            return State.SUSPENDED  # the progress task was interrupted while another task leads
+            return ArmingState.SUSPENDED  # the progress task was interrupted while another task leads
         self.handle(Event.RUNS)
-        self._progress_task_waits = self._state is State.ARMED
+        self._progress_task_waits = self._state is ArmingState.ARMED
         return self._state
 
     def readable(self) -> None:
@@ -334,13 +334,13 @@ class Arming:
     def interrupted(self) -> None:
         """The progress task was woken by something else than what it waited for."""
         self._progress_task_waits = False
-        if self._state is not State.ENDED and not self.led:
-            self._state = State.PROGRESSING
+        if self._state is not ArmingState.ENDED and not self.led:
+            self._state = ArmingState.PROGRESSING
             self.armed_at = -1
 
     def end(self) -> None:
         """The progress task has ended, or the worker is closed."""
-        self._state = State.ENDED
+        self._state = ArmingState.ENDED
         self.armed_at = -1
 
     # ---- the leader ----
@@ -348,17 +348,17 @@ class Arming:
     @property
     def may_lead(self) -> bool:
         """True if the leader may wait for the descriptor again."""
-        return self.led and self._state is State.ARMED
+        return self.led and self._state is ArmingState.ARMED
 
     def stop_leading(self) -> None:
         """The leader does not wait for the descriptor any more: the caller sees to it that arming is deferred."""
         if not self.led:
             return
         self.led = False
-        if self._state is State.ARMED:
-            self._state = State.SUSPENDED
+        if self._state is ArmingState.ARMED:
+            self._state = ArmingState.SUSPENDED
             self.armed_at = -1
-        elif self._state is State.PROGRESSING:
+        elif self._state is ArmingState.PROGRESSING:
             self._loop.resume()
 
     # ---- deferring ----
@@ -381,13 +381,13 @@ class Arming:
         if alone and self.steady:
             return  # the timer looks at the worker
         self._returns = self._returns + 1 if alone else 0
-        self.steady = self._returns > STEADY
+        self.steady = self._returns > RETURNS_UNTIL_TIMER
         if self.steady:
             self._deferred = False
             self._loop.start_timer()
         else:
             self.defer()
-        if self._polling and self._state is State.PROGRESSING:
+        if self._polling and self._state is ArmingState.PROGRESSING:
             self.handle(Event.POLLED)
 
     def _overdue(self) -> None:
@@ -428,14 +428,14 @@ class Arming:
             return True
         self._seen_rounds += 1
         return self._loop.now() - self._seen_at <= (
-            MAX_DEFER_SECONDS if self._seen_rounds < MIN_DEFER_ROUNDS else MOMENT
+            MAX_DEFER_SECONDS if self._seen_rounds < MIN_DEFER_ROUNDS else DEFER_SECONDS
         )
 
     def timer_ended(self) -> bool:
         """The timer that replaces the hook has ended. Whether it is to be started again."""
         count = self._worker.delivery_count
         state = self.state
-        if self.steady and count != self._timer_at and state is not State.PROGRESSING:
+        if self.steady and count != self._timer_at and state is not ArmingState.PROGRESSING:
             self._timer_at = count
             return True  # a task comes back all the time
         self.steady = False
@@ -462,4 +462,4 @@ def _rows() -> dict[Event, tuple[Callable[[Arming], None], ...]]:
 
 
 #: The table at the top.
-TRANSITIONS = {(state, event): row[state - 1] for event, row in _rows().items() for state in State}
+TRANSITIONS = {(state, event): row[state - 1] for event, row in _rows().items() for state in ArmingState}

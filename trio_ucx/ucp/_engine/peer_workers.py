@@ -53,7 +53,7 @@ class Standing:
 
 
 @attrs.define
-class Kind:
+class SharedEndpoint:
     """The endpoint that Connections of one kind share: over shared memory, or without.
 
     Attributes:
@@ -78,7 +78,7 @@ class PeerWorker:
     def __init__(self, watch: Callable[[], None]) -> None:
         self._watch = watch
         self._made = 0
-        self._kinds: dict[bytes, Kind] = {}
+        self._kinds: dict[bytes, SharedEndpoint] = {}
         #: Endpoints without Connections, and since when.
         self._idle: dict[EndpointCore, float] = {}
 
@@ -86,9 +86,9 @@ class PeerWorker:
         """Counts a generation: UCX has made an endpoint, or used the number up on an attempt."""
         self._made += 1
 
-    def _kind(self, address: WorkerAddress | None) -> Kind:
+    def _kind(self, address: WorkerAddress | None) -> SharedEndpoint:
         assert address is not None
-        return self._kinds.setdefault(address.ucx, Kind())
+        return self._kinds.setdefault(address.ucx, SharedEndpoint())
 
     def standing(self, address: WorkerAddress) -> Standing:
         """What is said to the peer about the endpoints of one kind."""

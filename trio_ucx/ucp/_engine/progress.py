@@ -4,8 +4,8 @@
   (``arming.py``) asks for it.
 * :class:`BeforeWait` bounds how long deferred work waits: batches not yet sent, a worker not yet armed.
 * :class:`SafetyNet` looks for events that UCX might have lost, and does again what must be tried later.
-* :class:`Backoff` sleeps while UCX is busy without moving: it cannot be armed while a queue of shared memory is full,
-  say.
+* :class:`ArmingPause` sleeps while UCX is busy without moving: it cannot be armed while a queue of shared memory is
+  full, say.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import trio
 from ..._native import lib
 from .._quirks.descriptors import opened
 from .._util import ignoring_late_run
-from .arming import MOMENT, TIMER, State
+from .arming import DEFER_SECONDS, TIMER_SECONDS, ArmingState
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -65,7 +65,7 @@ class BeforeWait(trio.abc.Instrument):
         engine = self._engine
         try:
             if engine.batches.batches and (
-                timeout > 0 or engine.run.clock_jumps or perf_counter() - engine.batches.since > MOMENT
+                timeout > 0 or engine.run.clock_jumps or perf_counter() - engine.batches.since > DEFER_SECONDS
             ):
                 engine.batches.send_all()
             engine.arming.before_wait(timeout, batches=bool(engine.batches.batches))
@@ -103,8 +103,8 @@ class SafetyNet:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.timer = opened(lib.tu_timer_create(), "creating a worker's timer")
-        #: When the next look is due, in seconds from the last one: INTERVAL; TIMER, if the worker is not armed because
-        #: it is polled all the time; 0: never, because nothing is awaited.
+        #: When the next look is due, in seconds from the last one: INTERVAL; TIMER_SECONDS, if the worker is not armed
+        #: because it is polled all the time; 0: never, because nothing is awaited.
         self._interval = 0.0
 
     def watch(self) -> None:
@@ -114,8 +114,8 @@ class SafetyNet:
 
     def watch_polling(self) -> None:
         """The worker is not armed: look whether it is being polled all the time."""
-        if self._interval != TIMER:
-            self._look_after(TIMER)
+        if self._interval != TIMER_SECONDS:
+            self._look_after(TIMER_SECONDS)
 
     def _look_after(self, seconds: float) -> None:
         if self._engine.handle is not None:  # else the descriptor is closed, and may be another's
@@ -126,9 +126,9 @@ class SafetyNet:
         engine = self._engine
         count = 0
         while await wait_timer(engine, self.timer):
-            if self._interval == TIMER:
+            if self._interval == TIMER_SECONDS:
                 count = engine.progress_count
-                self._look_after(TIMER if engine.arming.timer_ended() else INTERVAL)
+                self._look_after(TIMER_SECONDS if engine.arming.timer_ended() else INTERVAL)
                 continue
             if engine.peer_workers.idle:
                 engine.guard(engine.peer_workers.close_idle)
@@ -154,7 +154,7 @@ class SafetyNet:
         os.close(self.timer)
 
 
-class Backoff:
+class ArmingPause:
     """Pauses that grow while nothing moves, in real time."""
 
     def __init__(self, efd: int) -> None:
@@ -211,7 +211,7 @@ class ProgressTask:
         self.efd = lib.tu_worker_efd(engine.handle)
         self.stop: trio.CancelScope | None = None
         with ExitStack() as undo:
-            self._backoff = Backoff(self.efd)
+            self._backoff = ArmingPause(self.efd)
             undo.callback(self._backoff.close)
             self.safety_net = SafetyNet(engine)
             undo.pop_all()
@@ -245,15 +245,15 @@ class ProgressTask:
             if engine.handle is None or engine.broken is not None or (ending and not engine.run.background):
                 return
             try:
-                if state is State.ARMED:
+                if state is ArmingState.ARMED:
                     self._backoff.delay = 0.0
                     await trio.lowlevel.wait_readable(self.efd)
                     engine.counters["wakeups"] += 1
                     engine.arming.readable()
-                elif state is State.BACKING_OFF:
+                elif state is ArmingState.BACKING_OFF:
                     engine.counters["backoffs"] += 1
                     await self._backoff.sleep(lib.tu_worker_moved(engine.handle))
-                elif state is State.PROGRESSING:
+                elif state is ArmingState.PROGRESSING:
                     await trio.lowlevel.checkpoint_if_cancelled()
                     if lib.tu_poll_goes_on(engine.handle):
                         await engine.waiting.poll_for_sequences()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
-class Piece:
+class StreamChunk:
     """A part of the stream: borrowed memory of UCX's, or bytes that were put back."""
 
     __slots__ = ("_part", "_start", "borrowed")
@@ -66,7 +66,7 @@ class StreamBuffer:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._id = engine.next_id()
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[StreamChunk] = deque()
         self._waiter: Signal | None = None
         #: Unread bytes.
         self.size = 0
@@ -75,7 +75,7 @@ class StreamBuffer:
     def arrived(self, address: int, length: int) -> None:
         engine = self._engine
         borrowed = Borrowed(engine, address, length, lambda: lib.tu_stream_release(engine.handle, address))
-        self._pieces.append(Piece(borrowed))
+        self._pieces.append(StreamChunk(borrowed))
         self.size += length
         self.wake()
 
@@ -96,7 +96,7 @@ class StreamBuffer:
         finally:
             self._waiter = None
 
-    def take(self) -> Piece:
+    def take(self) -> StreamChunk:
         """The oldest piece, to be ended by the caller."""
         piece = self._pieces.popleft()
         self.size -= len(piece.view)
@@ -120,7 +120,7 @@ class StreamBuffer:
 
     def put_back(self, data: bytes) -> None:
         if data:
-            self._pieces.appendleft(Piece(data))
+            self._pieces.appendleft(StreamChunk(data))
             self.size += len(data)
             self.wake()
 

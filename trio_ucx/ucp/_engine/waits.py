@@ -38,7 +38,7 @@ from outcome import Error, Outcome, Value
 from ..._native import lib
 from .._contained import report
 from .._util import check_timeout
-from .arming import Event, State
+from .arming import ArmingState, Event
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -413,7 +413,7 @@ class Waiting:
                     arming.stop_leading()
                 await self.schedule_point()
                 return
-            if arming.state is State.SUSPENDED and not self.woken:
+            if arming.state is ArmingState.SUSPENDED and not self.woken:
                 arming.handle(Event.OVERDUE)
         engine.watch_events()
         self.parked += 1

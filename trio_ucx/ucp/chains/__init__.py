@@ -16,7 +16,7 @@ from ._errors import (
     DependencyReferenceError,
     NoDependencyResource,
 )
-from ._expressions import ChainRequest, Condition, Integer, Local, Piece
+from ._expressions import ChainRequest, Condition, Integer, Local, ResultSlice
 from ._run import SKIPPED, Followed, Outcomes
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
     "Local",
     "NoDependencyResource",
     "Outcomes",
-    "Piece",
+    "ResultSlice",
     "RequestChain",
     "Retry",
 ]

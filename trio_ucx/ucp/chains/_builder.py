@@ -25,7 +25,7 @@ from ._expressions import (
     Expression,
     Integer,
     Local,
-    Piece,
+    ResultSlice,
     local,
     pinned_memory,
 )
@@ -82,7 +82,7 @@ class Choice:
 
 
 #: What a request writes or sends: a buffer, what is computed when the chain runs, or a list or tuple of such parts.
-Part = Contiguous | Piece | Integer
+Part = Contiguous | ResultSlice | Integer
 Payload = Part | Sequence[Part]
 
 
@@ -95,13 +95,13 @@ def known_value(value: Integer | int) -> int | None:
     return None if isinstance(value, Integer) else value
 
 
-def payload(data: Payload) -> list[Piece | Pinned]:
-    parts: list[Piece | Pinned] = []
+def payload(data: Payload) -> list[ResultSlice | Pinned]:
+    parts: list[ResultSlice | Pinned] = []
     try:
         for part in data if isinstance(data, (tuple, list)) else (data,):
             if isinstance(part, Integer):
                 part = part.pack()
-            parts.append(part if isinstance(part, Piece) else Pinned(part))
+            parts.append(part if isinstance(part, ResultSlice) else Pinned(part))
             if isinstance(parts[-1], Pinned):
                 pinned_memory(parts[-1])
     except BaseException:
@@ -110,15 +110,15 @@ def payload(data: Payload) -> list[Piece | Pinned]:
     return parts
 
 
-def release(parts: Iterable[Piece | Pinned]) -> None:
+def release(parts: Iterable[ResultSlice | Pinned]) -> None:
     for part in parts:
         if isinstance(part, Pinned):
             part.release()
 
 
-def sent_length(length: Integer | int | None, parts: Iterable[Piece | Pinned]) -> Integer | int:
+def sent_length(length: Integer | int | None, parts: Iterable[ResultSlice | Pinned]) -> Integer | int:
     """How much of a payload is sent."""
-    whole = sum(part.length if isinstance(part, Piece) else part.size for part in parts)
+    whole = sum(part.length if isinstance(part, ResultSlice) else part.size for part in parts)
     return argument(whole if length is None else length, "the length", 0, whole)
 
 
@@ -156,7 +156,7 @@ class Draft:
         request.kind = kind
         if size is not None:
             request.size = size
-        self.computed: list[Expression | Piece] = []
+        self.computed: list[Expression | ResultSlice] = []
         self.term_count = 0
         self.pins: list[Pinned] = []
         self.into: Pinned | None = None
@@ -186,7 +186,7 @@ class Draft:
         self.into = pins
         self.pins.append(pins)
 
-    def set_parts(self, parts: list[Piece | Pinned]) -> None:
+    def set_parts(self, parts: list[ResultSlice | Pinned]) -> None:
         """Sets the payload."""
         if not parts:
             return

@@ -203,21 +203,21 @@ class Integer(Expression):
         """
         return (self & mask) == mask
 
-    def pack(self, width: int = 8, *, big: bool = False) -> Piece:
+    def pack(self, width: int = 8, *, big: bool = False) -> ResultSlice:
         """Its lowest ``width`` bytes (1 to 16), as payload; with ``big`` the most significant byte first.
 
         Raises:
             TypeError, ValueError: the width is no integer, or out of range.
         """
         width = check_integer(width, "the width", 1, 16)
-        return Piece(lib.TU_PART_INTEGER, None, 0, width, big, self)
+        return ResultSlice(lib.TU_PART_INTEGER, None, 0, width, big, self)
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.chains.Integer of {len(self._terms)} terms>"
 
 
 @attrs.frozen(eq=False, repr=False)
-class Piece:
+class ResultSlice:
     """A part of a payload that is known only when the chain runs: bytes of a result, or an integer."""
 
     _kind: int
@@ -430,7 +430,7 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
             raise ValueError("say the length: that of the node is not known yet")
         return max(0, (self.size or 0) - offset)
 
-    def bytes(self, offset: int = 0, length: int | None = None) -> Piece:
+    def bytes(self, offset: int = 0, length: int | None = None) -> ResultSlice:
         """Bytes of the result, as payload of a later request; by default all from the offset on.
 
         Raises:
@@ -438,7 +438,7 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
             DependencyReferenceError: beyond the end, or there is no result in host memory.
         """
         length = self._rest(offset, length)
-        return Piece(lib.TU_PART_RESULT, self, self._location(offset, length), length)
+        return ResultSlice(lib.TU_PART_RESULT, self, self._location(offset, length), length)
 
     def crc32c(self, offset: int = 0, length: int | None = None) -> Integer:
         """The CRC-32C (Castagnoli) of bytes of the result: to be compared, or written by its :meth:`Integer.pack`.

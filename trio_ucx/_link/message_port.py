@@ -11,7 +11,7 @@ from ..ucp._memory.buffers import Pinned
 _HOST = lib.TU_MEMORY_HOST
 
 
-class Transport:
+class MessagePort:
     """Sends and receives the messages of one connection over its endpoint.
 
     Sending and receiving return a verdict: 0, UCX is done with the memory; more than 0, the id of an operation in
