@@ -22,6 +22,7 @@ import re
 import ssl
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -299,3 +300,13 @@ def test_forms_of_raises(doc: str, problem: str) -> None:
 )
 def test_forms_of_cancellation(doc: str, good: bool) -> None:
     assert (cancellation_problem(Documented("it", None, find, doc)) == "") == good
+
+
+@pytest.mark.parametrize("path", sorted(Path(trio_ucx.__file__).parent.rglob("*.py")), ids=lambda path: path.name)
+def test_a_first_line_says_what_is_returned(path: Path) -> None:
+    """ "Returns ..." or "True if ...", rather than "Whether ..."; and it names its object, rather than "the same"."""
+    questions = ("Whether", "What", "Why", "How", "Where", "Which", "Who", "The same", "Does the same", "As ")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = (ast.get_docstring(node) or "").partition("\n")[0]
+            assert not first.startswith(questions), f"line {node.lineno}, {node.name}: {first}"

@@ -49,7 +49,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
 
     @property
     def peer_left(self) -> bool:
-        """Whether the peer has closed its end. What has arrived can be received."""
+        """True if the peer has closed its end. What has arrived can be received."""
         return self._talk.peer_left
 
     def _check(self) -> None:

@@ -81,7 +81,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @property
     def closed(self) -> bool:
-        """Whether this side has closed or aborted it, also while a cancelled :meth:`aclose` ends in the background.
+        """True if this side has closed or aborted it, also while a cancelled :meth:`aclose` ends in the background.
 
         See :attr:`peer_state` for the peer.
         """
@@ -89,12 +89,12 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @property
     def peer_state(self) -> PeerState:
-        """How far the peer has closed, as far as this side knows."""
+        """Returns how far the peer has closed, as far as this side knows."""
         return self._link.life.peer_state
 
     @property
     def draining(self) -> bool:
-        """Whether the server that has accepted it shuts down (:meth:`Server.drain`).
+        """True if the server that has accepted it shuts down (:meth:`Server.drain`).
 
         Receives then get what has arrived, and after that the end; sends go on.
         """
@@ -102,7 +102,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @property
     def peer(self) -> PeerInfo:
-        """Who the peer is."""
+        """Returns who the peer is."""
         info = self._link.peer_info
         assert info is not None
         return info
@@ -118,12 +118,12 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @property
     def shared_memory(self) -> bool:
-        """Whether it uses shared memory."""
+        """True if it uses shared memory."""
         return self._link.why_not_shared_memory is None
 
     @property
     def why_not_shared_memory(self) -> str | None:
-        """Why it does not use shared memory, in words; None if it does."""
+        """Returns why it does not use shared memory, in words; None if it does."""
         return self._link.why_not_shared_memory
 
     @property
@@ -133,7 +133,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @property
     def remote_address(self) -> tuple[str, int] | None:
-        """The same of the peer's end."""
+        """The peer's ``(host, port)`` of the control socket, as :attr:`local_address`."""
         return self._link.remote_address
 
     def statistics(self) -> ConnectionStatistics:

@@ -149,7 +149,7 @@ async def _open_unix_socket(path: str) -> trio.SocketStream:
 
 
 def _with_errno(error: OSError) -> OSError:
-    """What Trio raises when all attempts failed, with the errno of the first one and the message of each."""
+    """Returns what Trio raises when all attempts failed, with the errno of the first one and the message of each."""
     cause = error.__cause__
     causes = [each for each in (cause.exceptions if isinstance(cause, BaseExceptionGroup) else [cause]) if each]
     numbers = [each.errno for each in causes if isinstance(each, OSError) and each.errno is not None]
@@ -160,7 +160,7 @@ def _with_errno(error: OSError) -> OSError:
 
 
 def _hint(number: int) -> str:
-    """What to look at first, for an errno."""
+    """Returns what to look at first, for an errno."""
     return "; is a listener open there?" if number in (errno.ECONNREFUSED, errno.ENOENT) else ""
 
 

@@ -257,7 +257,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
             _log_end(self._handler, connection, error, error)
 
     def _takes(self, connection: Connection, error: BaseException) -> bool:
-        """Whether ``on_handler_error`` takes a handler's exception, which then does not end the server."""
+        """True if ``on_handler_error`` takes a handler's exception, which then does not end the server."""
         if self._on_error == "raise" or not isinstance(error, Exception):
             return False
         if self._on_error == "log":

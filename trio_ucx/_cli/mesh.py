@@ -134,7 +134,7 @@ class Rank:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """Returns how it ended, in words."""
         assert self.status is not None
         return f"rank {self.number} (pid {self.process.pid}) {how_it_ended(self.status)}"
 

@@ -179,7 +179,7 @@ async def run_server(arguments: argparse.Namespace) -> int:
 
 
 def other_side(arguments: argparse.Namespace, address: tuple[str, int], new_key: str | None) -> str:
-    """What to type on the other machine."""
+    """Returns what to type on the other machine."""
     options = transport_options(arguments.transports)
     command = shlex.join(["python", "-m", "trio_ucx", "perf", *options, format_address(address)])
     if new_key is not None:

@@ -23,7 +23,7 @@ def core_times(text: str) -> dict[int, tuple[int, int]]:
 
 
 def busy_shares(before: str, after: str) -> dict[int, float]:
-    """How busy each core was between two texts of ``/proc/stat``, from 0 to 1."""
+    """Returns how busy each core was between two texts of ``/proc/stat``, from 0 to 1."""
     then, now = core_times(before), core_times(after)
     return {
         core: (now[core][0] - then[core][0]) / (now[core][1] - then[core][1])
@@ -33,18 +33,18 @@ def busy_shares(before: str, after: str) -> dict[int, float]:
 
 
 def busy_percent(before: str, after: str, cores: Sequence[int | None]) -> float:
-    """How busy the busiest of these cores was; of all cores if None is among them."""
+    """Returns how busy the busiest of these cores was; of all cores if None is among them."""
     shares = busy_shares(before, after)
     return 100 * max((share for core, share in shares.items() if core in cores or None in cores), default=0.0)
 
 
 def others_percent(cores: Sequence[int | None], seconds: float = 0.5) -> float:
-    """How much of these cores other programs use, while this one does nothing."""
+    """Returns how much of these cores other programs use, while this one does nothing."""
     return busy_percent(*_stat_twice(seconds), cores)
 
 
 def idle_cores(cores: Sequence[int], seconds: float = 0.25) -> float:
-    """How many of these cores other programs leave, while this one does nothing. All, if the kernel does not say."""
+    """Returns how many of these cores other programs leave; all of them if the kernel does not say."""
     try:
         shares = busy_shares(*_stat_twice(seconds))
     except OSError:

@@ -85,7 +85,7 @@ def _ask(pid: int, process: int, number: signal.Signals, kind: str, timeout: flo
 
 
 def _handles(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has called ``report_on_signal`` for a signal, which may end it otherwise."""
+    """True if a process has called ``report_on_signal`` for a signal, which may end it otherwise."""
     status = Path(f"/proc/{pid}/status").read_text()
     if not int(status.partition("\nSigCgt:")[2].split()[0], 16) >> (number - 1) & 1:
         return False

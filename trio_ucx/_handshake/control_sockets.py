@@ -102,7 +102,7 @@ class ControlSocket:
         self._sockets.peer_may_have_died()
 
     def identify(self, peer: PeerDescription) -> PeerInfo:
-        """Who the peer is."""
+        """Returns who the peer is."""
         assert self._socket is not None
         pid: int | None = None
         uid: int | None = None

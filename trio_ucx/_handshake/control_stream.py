@@ -69,7 +69,7 @@ class TLS:
         return self.outgoing.read()
 
     def decrypt(self, data: bytes) -> bytes:
-        """What the peer sent; b"" while a record is incomplete.
+        """Returns what the peer sent; b"" while a record is incomplete.
 
         Raises:
             ssl.SSLError: the data were changed on the way, the peer has ended the TLS connection, or it sent more than
@@ -106,7 +106,7 @@ class ControlStream:
 
     @property
     def has_unread(self) -> bool:
-        """Whether the peer has sent something that we have not read yet, or has closed its end."""
+        """True if the peer has sent something that we have not read yet, or has closed its end."""
         poll = select.poll()
         poll.register(self.socket.fileno(), select.POLLIN)
         return bool(poll.poll(0))
@@ -282,7 +282,7 @@ def set_keepalive(control: trio.socket.SocketType, interval: float) -> None:
 
 
 def has_route(ip: str) -> bool:
-    """Whether the kernel knows a route to an IP address; True if that cannot be found out."""
+    """True if the kernel knows a route to an IP address; True if that cannot be found out."""
     try:
         with socket.socket(family_of(ip), socket.SOCK_DGRAM) as probe:
             probe.connect((ip, 9))  # sends nothing
@@ -292,7 +292,7 @@ def has_route(ip: str) -> bool:
 
 
 def leads_to_this_machine(control: trio.socket.SocketType) -> bool:
-    """Whether the peer's end of a socket is on this machine, in the same network namespace.
+    """True if the peer's end of a socket is on this machine, in the same network namespace.
 
     It is not enough that an address can be bound: broadcast addresses can, and with ``ip_nonlocal_bind`` all addresses.
     """

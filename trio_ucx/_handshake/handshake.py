@@ -82,7 +82,7 @@ class ExchangeOptions:
 
     @property
     def keeps_strangers_out(self) -> bool:
-        """Whether a listener with these options asks its clients for credentials."""
+        """True if a listener with these options asks its clients for credentials."""
         context = self.ssl_context
         return self.authkey is not None or (context is not None and context.verify_mode == ssl.CERT_REQUIRED)
 
@@ -481,7 +481,7 @@ class Handshake:
 
     @property
     def _lacks_queue(self) -> bool:
-        """Whether the connection needs the worker's shared-memory queue, which has stopped (``_quirks.stopped_queue``).
+        """True if the connection needs the worker's shared-memory queue, which has stopped (``_quirks.stopped_queue``).
 
         It can stop at any moment of the handshake. Then the connection needs another worker.
         """
@@ -515,7 +515,7 @@ class Handshake:
 
     @property
     def route(self) -> str:
-        """How UCX connects to the peer, for error messages."""
+        """Returns how UCX connects to the peer, for error messages."""
         if self._peer is None:
             return "its addresses are not known yet"
         if self._shared_memory:

@@ -111,7 +111,7 @@ class PeerDescription:
 
 
 def why_not_shared_memory(ours: PeerDescription, theirs: PeerDescription) -> str | None:
-    """Why the two sides do not use shared memory, in words; None if they do. Both find the same.
+    """Returns why the two sides do not use shared memory, in words; None if they do. Both find the same.
 
     Raises:
         ProtocolError: one side insists on shared memory, and it is not possible; or no other transport is.
@@ -137,7 +137,7 @@ def why_not_shared_memory(ours: PeerDescription, theirs: PeerDescription) -> str
 
 
 def falls_back(ours: PeerDescription, theirs: PeerDescription, obstacle: str | None) -> bool:
-    """Whether users would expect shared memory here: both sides are on one machine, and both have it."""
+    """True if users would expect shared memory here: both sides are on one machine, and both have it."""
     return (
         obstacle is not None
         and SharedMemory.NEVER not in (ours.wish, theirs.wish)

@@ -122,7 +122,7 @@ NO_TLS = b"\x15\x03\x01\x00\x02\x02\x28"
 
 
 def other_protocol(first_bytes: bytes) -> str:
-    """What kind of client does not speak our protocol, judged by its first bytes."""
+    """Returns what kind of client does not speak our protocol, judged by its first bytes."""
     if first_bytes.startswith(_HTTP_METHODS):
         return "an HTTP client"
     if first_bytes.startswith(b"\x16\x03"):
@@ -147,17 +147,17 @@ class PendingClient:
 
     @property
     def has_sent(self) -> bool:
-        """Whether it has sent anything."""
+        """True if it has sent anything."""
         return self.stream.peer_has_sent
 
     @property
     def is_answered(self) -> bool:
-        """Whether its first message has arrived and is right."""
+        """True if its first message has arrived and is right."""
         return self.stream.has_answered
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has had GRACE seconds, and we wait for it to send or to read."""
+        """True if it has had GRACE seconds, and we wait for it to send or to read."""
         return trio.current_time() - self.since >= GRACE and (self.stream.is_sending or not self.stream.has_unread)
 
 
@@ -256,7 +256,7 @@ class Acceptor:
             await trio.sleep(ROOM_PAUSE)
 
     def _has_room(self) -> bool:
-        """Whether one more client can be accepted. A single one always can, to get the reason why it is refused."""
+        """True if one more client can be accepted. A single one always can, to get the reason why it is refused."""
         count = RESERVED_DESCRIPTORS + self._descriptors_for(self._opening + 1)
         return not self._clients or (len(self._clients) < MAX_EXCHANGES and descriptors.are_left(count))
 
@@ -403,7 +403,7 @@ class Acceptor:
         handshake.hand_over(stream, exchange, taken.generation, greet=taken.greet)
 
     def _has_place(self) -> bool:
-        """Whether the backlog has room for a client that was let in, and there are descriptors for it.
+        """True if the backlog has room for a client that was let in, and there are descriptors for it.
 
         If there are too few although no other connection is being opened, :meth:`_check_room` refuses the client.
         """
@@ -421,7 +421,7 @@ class Acceptor:
             self._places.unpark()
 
     def _descriptors_for(self, clients: int) -> int:
-        """How many descriptors must be left for clients whose connections are being opened."""
+        """Returns how many descriptors must be left for clients whose connections are being opened."""
         each = DESCRIPTORS_EACH + (self.worker.context._descriptors_per_worker if self._exchange_options.isolate else 0)
         return SPARE_DESCRIPTORS + each * clients
 
@@ -474,7 +474,7 @@ class Acceptor:
 
     @property
     def settled(self) -> bool:
-        """Whether no client is between its admission and the acceptance of its connection."""
+        """True if no client is between its admission and the acceptance of its connection."""
         return self.closed or (not self._opening and not self.unaccepted)
 
     def drain(self) -> None:

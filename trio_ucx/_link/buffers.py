@@ -54,7 +54,7 @@ class ReadBuffer:
 
     @property
     def readable(self) -> bool:
-        """Whether a read need not wait."""
+        """True if a read need not wait."""
         return self._rest is not None or self.ended
 
     def feed(self, piece: bytes, more: Callable[[], bytes | None]) -> None:
@@ -74,7 +74,7 @@ class ReadBuffer:
             self._rest = piece if size == len(piece) else b"".join(parts)
 
     def take(self, max_bytes: int | None) -> bytes:
-        """What a read returns, b"" at the end."""
+        """Takes at most ``max_bytes``: what a read returns, b"" at the end."""
         rest = self._rest
         if rest is None:
             return b""

@@ -173,7 +173,7 @@ class Closing:
         return True
 
     def peer_is_done(self) -> bool:
-        """Whether the peer does not wait for anything from us."""
+        """True if the peer does not wait for anything from us."""
         return self.share.gone or not self.life.peer_waits
 
     def finish(self) -> None:
@@ -273,7 +273,7 @@ class Closing:
         self.share.fail(error, reusable=self._left_nothing())
 
     def _left_nothing(self) -> bool:
-        """Whether UCX writes to no memory of this connection, so that another one can go on with its endpoint."""
+        """True if UCX writes to no memory of this connection, so that another one can go on with its endpoint."""
         return not self._receiving.detached_receives and not self._receiving.transferring()
 
     def peer_aborted(self, sent: int = 0, refusal: str = "") -> None:

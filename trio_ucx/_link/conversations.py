@@ -43,7 +43,7 @@ class ChannelState:
     accepted: bool = True
 
     def problem(self) -> Exception | None:
-        """Why nothing can be sent there, if so."""
+        """Returns why nothing can be sent there, if so."""
         if self.left:
             return trio.ClosedResourceError("this channel was closed")
         if self.by_force:
@@ -53,7 +53,7 @@ class ChannelState:
         return None
 
     def end(self) -> Exception:
-        """What a receive gets when the peer has left."""
+        """Returns what a receive gets when the peer has left."""
         return (
             self.broken_off()
             if self.by_force

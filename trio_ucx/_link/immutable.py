@@ -11,7 +11,7 @@ NOWAIT_COPY_LIMIT = 2**20
 
 
 def immutable(data: Buffer) -> Buffer:
-    """The same bytes in objects that nobody will change."""
+    """Returns the same bytes in objects that nobody will change."""
     budget = NOWAIT_COPY_LIMIT
 
     def copy(part: Any, pinned: Any) -> bytes:

@@ -264,7 +264,7 @@ class Link:
                 self.share.operations.changed()
 
     def buffers_released(self) -> bool:
-        """Whether no buffer of a cancelled send or receive belongs to the library."""
+        """True if no buffer of a cancelled send or receive belongs to the library."""
         return not self.receiving.detached_receives and self.share.operations.buffers_released()
 
     def unclosed(self) -> None:

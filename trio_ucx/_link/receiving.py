@@ -309,7 +309,7 @@ class Receiving:
         return self._served
 
     def any_end(self, numbers: Collection[int] | None) -> Exception | None:
-        """What a receive from any of them gets when none has a message; None while one may arrive."""
+        """Returns what a receive from any of them gets when none has a message; None while one may arrive."""
         if numbers is None:
             return self._end_error(None)
         error: Exception | None = None
@@ -508,7 +508,7 @@ class Receiving:
     # ---- the end ----
 
     def _end_error(self, queue: TagQueue | None) -> Exception | None:
-        """What a receive gets for which no message is there; None while one may arrive."""
+        """Returns what a receive gets for which no message is there; None while one may arrive."""
         if not self.life.open:
             return trio.ClosedResourceError("this connection was closed")
         if queue is not None and queue.failure is not None:
@@ -566,7 +566,7 @@ class Receiving:
                 self.share.fail(cause)  # UCX has given up a message, and has not said that the endpoint failed
 
     def transferring(self) -> bool:
-        """Whether messages are being written to memory."""
+        """True if messages are being written to memory."""
         return any(queue.moving for queue in self.queues.values())
 
     def lacks(self, sent: int) -> bool:

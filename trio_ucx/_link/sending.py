@@ -63,14 +63,14 @@ class Sending:
     # ---- whether ----
 
     def problem(self) -> Exception | None:
-        """Why nothing can be sent, if so."""
+        """Returns why nothing can be sent, if so."""
         if self.life.sends is Answer.PEER_CLOSED:
             return broken("the peer closed the connection", self.share.error, self.ending.origin)
         return self.share.problem()
 
     @property
     def over(self) -> bool:
-        """Whether nothing can be sent any more: a wait until something can be sent ends."""
+        """True if nothing can be sent any more: a wait until something can be sent ends."""
         return self.problem() is not None or not self.life.open
 
     def check(self) -> None:
@@ -81,7 +81,7 @@ class Sending:
             raise problem
 
     def may_send(self, queue: int) -> bool:
-        """Whether a small message could be sent, or would fail; if not, the peer is told."""
+        """True if a small message could be sent, or would fail; if not, the peer is told."""
         if self.over or self.credit.has_room(queue):
             return True
         self.report_stalled()
@@ -93,7 +93,7 @@ class Sending:
         self.may_add(queue, limit)
 
     def may_add(self, queue: int, limit: int) -> bool:
-        """Whether the peer has fewer than ``limit`` messages of a tag queue unread; if that is not known, asks it."""
+        """True if the peer has fewer than ``limit`` messages of a tag queue unread; if that is not known, asks it."""
         if self.credit.makes_wait(queue):
             return False  # the peer could not count these sends
         if self.unread.may_send(queue, limit):
@@ -311,7 +311,7 @@ class Sending:
             self.internal_error(error)
 
     def post_frame(self, frame: wire.Frame) -> None:
-        """As :meth:`send_frame`, but raises.
+        """Sends a control frame; raises MemoryError instead of ending the connection.
 
         Raises:
             MemoryError: there is no memory for it; it was not sent.
@@ -343,7 +343,7 @@ class Sending:
         return [operation for operation in self.share.operations.pending if isinstance(operation, SendOperation)]
 
     def finished(self) -> bool:
-        """Whether GOODBYE may be sent: what is still in flight was cancelled, or is lost."""
+        """True if GOODBYE may be sent: what is still in flight was cancelled, or is lost."""
         if self.problem() is not None:
             return True
         if self.credit.waiting:
@@ -390,7 +390,7 @@ class Sending:
 
     @property
     def undelivered(self) -> bool:
-        """Whether something that was sent, and not cancelled, may not have reached the peer."""
+        """True if something that was sent, and not cancelled, may not have reached the peer."""
         return bool(self.credit.waiting) or self.life.undelivered(self.credit.sent, self.cancelled, self.failed)
 
 
@@ -445,7 +445,7 @@ class SendOperation(Operation):
         return self
 
     def post_late(self) -> None:
-        """Does the same after it has waited for credit, when its task is told by its outcome."""
+        """Posts a send that has waited for credit. Its outcome tells its task of an error."""
         try:
             if self.post() is None:
                 self.finish(Value(None))

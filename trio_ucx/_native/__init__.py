@@ -252,7 +252,7 @@ def _compiled_module_missing() -> str:
 
 
 def _built_for_system() -> bool:
-    """Whether the compiled module lacks the search path of the PyPI wheel, without loading it (and with it a UCX)."""
+    """True if the compiled module lacks the search path of the PyPI wheel, without loading it (and with it a UCX)."""
     from importlib.util import find_spec
 
     spec = find_spec(f"{__name__}._ucx")

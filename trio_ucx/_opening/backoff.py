@@ -90,7 +90,7 @@ def waits(backoff: Backoff) -> Iterator[float]:
 
 
 def is_temporary(error: OSError) -> bool:
-    """Whether another attempt to connect may succeed."""
+    """True if another attempt to connect may succeed."""
     if isinstance(error, (NotAdmitted, NotTrioUCX)):
         return False
     if isinstance(error, socket.gaierror):

@@ -96,7 +96,7 @@ def _remove_if_stale(path: str) -> None:
 
 
 def _is_bound(path: str) -> bool:
-    """Whether a process has bound the socket at a path, listening yet or not.
+    """True if a process has bound the socket at a path, listening yet or not.
 
     A datagram socket cannot be connected to it, so this does not disturb that process. Without a process the kernel
     refuses the connection; otherwise it says that the type is wrong (EPROTOTYPE).

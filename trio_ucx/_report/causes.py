@@ -17,7 +17,7 @@ from .network import no_answer, stopped_process
 
 
 def queue_name(queue: int, *, sent: bool = False) -> str:
-    """How a report names a tag queue of this side's, or, with ``sent``, one that it sends to."""
+    """Returns how a report names a tag queue of this side's, or, with ``sent``, one that it sends to."""
     if queue == wire.STREAM:
         return "the byte stream"
     if queue == wire.UNACCEPTED:

@@ -31,7 +31,7 @@ def place(frame: FrameType, line: int) -> str:
 
 
 def innermost_place(error: BaseException) -> str | None:
-    """Where an exception left the program's own code, innermost; None if it has not been there."""
+    """Returns where an exception left the program's own code, innermost; None if it has not been there."""
     frames = traceback.walk_tb(error.__traceback__)
     return next((place(frame, line) for frame, line in reversed([*frames]) if _package(frame) not in _LIBRARIES), None)
 
@@ -45,7 +45,7 @@ def _stack(thread: int) -> Iterator[FrameType]:
 
 
 def is_outside_library() -> bool:
-    """Whether no function of the library is being called in this thread, so that UCX can be asked."""
+    """True if no function of the library is being called in this thread, so that UCX can be asked."""
     own = __name__.rpartition(".")[0]
     return not any(
         _package(frame) == "trio_ucx" and not _module(frame).startswith(own) for frame in _stack(threading.get_ident())

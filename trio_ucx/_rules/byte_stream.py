@@ -34,7 +34,7 @@ def small_piece(window: int) -> int:
 
 
 def pieces(total: int, window: int, threshold: int, start: int = 0) -> Iterator[slice]:
-    """How to cut a write of ``total`` bytes, from ``start`` on.
+    """Returns how to cut a write of ``total`` bytes, from ``start`` on.
 
     Args:
         window: the receiver's.

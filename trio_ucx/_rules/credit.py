@@ -46,7 +46,7 @@ MAX_ADMISSIONS = 1 << 16
 
 
 def cost(length: int, threshold: int) -> int:
-    """What a message of ``length`` bytes costs, sent with the rendezvous threshold ``threshold`` (0: none)."""
+    """Returns what a message of ``length`` bytes costs, sent with the rendezvous threshold ``threshold`` (0: none)."""
     if threshold and length >= threshold:
         return ANNOUNCEMENT
     return length + (MESSAGE_OVERHEAD if length <= SMALL_MESSAGE else LARGE_OVERHEAD)
@@ -92,7 +92,7 @@ class SendCredit(Generic[_Send]):
         self._reported = -1
 
     def stays(self, size: int) -> bool:
-        """Whether a message of this size stays with us until the peer receives it."""
+        """True if a message of this size stays with us until the peer receives it."""
         return 0 < self.threshold <= size
 
     def take(self, queue: int, size: int) -> bool:
@@ -109,7 +109,7 @@ class SendCredit(Generic[_Send]):
         return amount <= self.credit or (self.credit == self.window and amount <= LONE)
 
     def take_short(self, queue: int, size: int) -> bool:
-        """Does the same in the simple case, which is the usual one; if it returns False, ask :meth:`take`."""
+        """Charges an eager message while nobody waits for credit: the usual case. False: ask :meth:`take`."""
         # cost(), written out: this runs for every small message.
         amount = size + (MESSAGE_OVERHEAD if size <= SMALL_MESSAGE else LARGE_OVERHEAD)
         if self.waiting or self._admitted or amount > self.credit or 0 < self.threshold <= size:
@@ -197,17 +197,17 @@ class SendCredit(Generic[_Send]):
         return send
 
     def makes_wait(self, queue: int) -> bool:
-        """Whether sends of this queue wait for credit."""
+        """True if sends of this queue wait for credit."""
         return queue in self._lines
 
     def has_room(self, queue: int) -> bool:
-        """Whether a small message of this queue could be sent now."""
+        """True if a small message of this queue could be sent now."""
         if queue in self._lines:
             return False
         return queue in self._admitted or (not self.waiting and self.credit > MESSAGE_OVERHEAD)
 
     def must_report(self) -> bool:
-        """Whether STALLED is due because something cannot be sent; from then on it counts as sent."""
+        """True if STALLED is due because something cannot be sent; from then on it counts as sent."""
         reported, self._reported = self._reported, self.grants
         return reported != self.grants
 

@@ -58,7 +58,7 @@ class Message:
 
     @property
     def with_sender(self) -> bool:
-        """Whether it is not known to have arrived."""
+        """True if it is not known to have arrived."""
         return self.state is MessageState.HELD and not self.whole
 
 
@@ -201,18 +201,18 @@ class TagQueue:
 
     @property
     def unread(self) -> int:
-        """How many messages have arrived and were not taken."""
+        """Returns the number of messages that have arrived and were not taken."""
         packed = 0 if self.packed is None else self.packed.left + sum(each.left for each in self._later)
         return packed + len(self.messages)
 
     @property
     def lacks_messages(self) -> bool:
-        """Whether more receives wait than there are messages. (While there are packed messages, no receive waits.)"""
+        """True if more receives wait than there are messages. (While there are packed messages, no receive waits.)"""
         return len(self.receives) > len(self.messages)
 
     @property
     def held(self) -> tuple[int, int]:
-        """How many messages nobody has taken yet, and their bytes."""
+        """Returns how many messages nobody has taken yet, and their bytes."""
         packed = [each for each in (self.packed, *self._later) if each is not None]
         size = sum(message.length for message in self.messages) + sum(each.left * each.length for each in packed)
         return self.unread, size
@@ -604,7 +604,7 @@ class TagQueue:
 
     @property
     def moving(self) -> bool:
-        """Whether a message is being written to memory."""
+        """True if a message is being written to memory."""
         return any(message.state is MessageState.MOVING for message in self.messages)
 
     def fail_unserved(self, error: Exception) -> bool:

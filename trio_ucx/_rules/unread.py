@@ -32,12 +32,12 @@ class UnreadThere:
         self._bounds: dict[int, _Bound] = {}
 
     def may_send(self, queue: int, limit: int) -> bool:
-        """Whether the peer is known to have fewer messages of this queue unread."""
+        """True if the peer is known to have fewer messages of this queue unread."""
         bound = self._bounds.get(queue)
         return bound is None or bound.unread < limit
 
     def must_ask(self, queue: int, limit: int) -> bool:
-        """Whether ASK is due; from then on it counts as sent. A greater limit takes the place of a smaller one."""
+        """True if ASK is due; from then on it counts as sent. A greater limit takes the place of a smaller one."""
         bound = self._bounds[queue]
         if bound.asked >= limit:
             return False

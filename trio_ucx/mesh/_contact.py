@@ -65,7 +65,7 @@ def _machine() -> str:
 
 
 def _own_hosts(worker: Worker) -> list[str]:
-    """Where other hosts may reach this one: the addresses of UCX's TCP devices, and its name."""
+    """Returns where other hosts may reach this one: the addresses of UCX's TCP devices, and its name."""
     hosts = worker._engine.identity.address._tcp_hosts
     return [host for host in hosts if not is_loopback(host)] + [host_name()]
 

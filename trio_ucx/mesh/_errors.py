@@ -39,5 +39,5 @@ class MeetingError(Error, TimeoutError):
 
 
 def again(error: RankLostError) -> RankLostError:
-    """The same error once more, with a traceback of its own."""
+    """Returns a copy of an error, with a traceback of its own."""
     return RankLostError(error.rank, error.reason)

@@ -58,12 +58,12 @@ class Group(metaclass=OpenedNotConstructed):
 
     @property
     def size(self) -> int:
-        """How many ranks the group has, lost ones included."""
+        """Returns how many ranks the group has, lost ones included."""
         return self._members.size
 
     @property
     def generation(self) -> int:
-        """How many processes have joined under the numbers of lost ranks, as far as this rank knows."""
+        """Returns how many processes have joined under the numbers of lost ranks, as far as this rank knows."""
         return self._members.generation
 
     @property
@@ -447,7 +447,7 @@ class Group(metaclass=OpenedNotConstructed):
 
 
 def _is_small(data: Any) -> bool:
-    """Whether it is contiguous host memory, and so short that a copy costs less than a task that sends it."""
+    """True if it is contiguous host memory, and so short that a copy costs less than a task that sends it."""
     try:
         with memoryview(data) as view:
             return view.c_contiguous and view.nbytes <= _COPIED

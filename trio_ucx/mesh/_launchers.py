@@ -208,7 +208,7 @@ class _Slurm(Launcher):
                 return ()
 
     def _distribution(self) -> str:
-        """How tasks are distributed to hosts: ``block``, ``cyclic``, ``plane`` or ``arbitrary``."""
+        """Returns how tasks are distributed to hosts: ``block``, ``cyclic``, ``plane`` or ``arbitrary``."""
         return re.split("[:,=]", self.variables.text("SLURM_DISTRIBUTION") or "block")[0].lower()
 
     def _nodes(self) -> tuple[list[str], str]:

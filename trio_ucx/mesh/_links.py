@@ -87,11 +87,11 @@ class RankConnection:
         self.ready.set()
 
     def has_message(self, tag: int) -> bool:
-        """Whether a message with this tag has arrived that no receive waits for."""
+        """True if a message with this tag has arrived that no receive waits for."""
         return self.connection is not None and self.connection._link.receiving.next_number((tag,)) is not None
 
     def ended(self, tag: int) -> Exception | None:
-        """Why no message with this tag will arrive, if so."""
+        """Returns why no message with this tag will arrive, if so."""
         return None if self.connection is None else self.connection._link.receiving.any_end((tag,))
 
     @contextmanager

@@ -47,7 +47,7 @@ _ENDED = {
 
 
 def why(error: BaseException) -> str:
-    """Why a connection ended, in words."""
+    """Returns why a connection ended, in words."""
     if isinstance(error, PeerLost):
         return _ENDED.get(error.reason, str(error))
     return "it has left the group" if isinstance(error, trio.EndOfChannel) else str(error)

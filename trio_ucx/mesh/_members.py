@@ -65,7 +65,7 @@ class Members:
         self._changed(self.rank)
 
     def welcome(self) -> Welcome:
-        """What a rank that joins is told."""
+        """Returns what a rank that joins is told."""
         return Welcome(
             self.name,
             self.generation,
@@ -92,7 +92,7 @@ class Members:
             self._changed(rank)
 
     def gone(self, rank: int) -> bool:
-        """Whether a rank has left, or is lost."""
+        """True if a rank has left, or is lost."""
         return rank in self.lost or rank in self.left
 
     def replace(self, joined: Joined) -> None:
@@ -114,12 +114,12 @@ class Members:
         self.changed.unpark_all()
 
     def error(self, rank: int) -> RankLostError | None:
-        """Why nothing can be done with a rank, if so."""
+        """Returns why nothing can be done with a rank, if so."""
         error = self.ended or self.lost.get(rank)
         return None if error is None else again(error)
 
     def any_error(self) -> RankLostError | None:
-        """Why not all ranks can take part in something, if so: the first loss."""
+        """Returns why not all ranks can take part in something, if so: the first loss."""
         if self.ended is None and not self.lost:
             return None
         return again(self.ended or next(iter(self.lost.values())))

@@ -83,7 +83,7 @@ class Collectives:
         links.causes = self._causes
 
     def _causes(self, link: RankConnection) -> Iterator[str]:
-        """Why an operation with a rank may hang, for reports."""
+        """Returns why an operation with a rank may hang, for reports."""
         message, call = link.first, self._current
         if message is not None:
             generation, number, kind = _HEAD.unpack_from(message)

@@ -70,7 +70,7 @@ class PeerFaults(Faults):
 
     @property
     def _ordered(self) -> bool:
-        """Whether a graceful close would wait in vain."""
+        """True if a graceful close would wait in vain."""
         return self._silent or self._port.faulty
 
 
@@ -185,7 +185,7 @@ async def _end(process: trio.Process, timeout: float) -> None:
 
 
 def run_handler(handler: Callable[[Connection], Awaitable[object]], address: tuple[str, int], options: Any) -> None:
-    """What the process does."""
+    """Runs a handler with a connection, as the whole of a process."""
 
     async def main() -> None:
         async with connect(address, **options) as connection:

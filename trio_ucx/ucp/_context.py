@@ -214,7 +214,7 @@ class Context(metaclass=OpenedNotConstructed):
 
     @property
     def _shared_memory_handles_errors(self) -> bool:
-        """Whether endpoints with error handling can use shared memory (MM_ERROR_HANDLING)."""
+        """True if endpoints with error handling can use shared memory (MM_ERROR_HANDLING)."""
         return self._is_on("MM_ERROR_HANDLING")
 
     def _is_on(self, option: str) -> bool:
@@ -265,7 +265,7 @@ class Context(metaclass=OpenedNotConstructed):
 
     @property
     def _serves_memory(self) -> bool:
-        """Whether its workers send and answer trio_ucx's own requests for remote memory. They answer for the memory of
+        """True if its workers send and answer trio_ucx's own requests for remote memory. They answer for the memory of
         every context of the process."""
         return Feature.AM in self.features
 
@@ -482,7 +482,7 @@ def _initialisation_error(status: int, options: Mapping[str, str]) -> Exception:
 
 
 def with_chosen_options(doing: str, options: Mapping[str, str]) -> str:
-    """What failed, with the options that may be why. UCX says only in its log which one it refuses."""
+    """Returns what failed, with the options that may be why: UCX says only in its log which one it refuses."""
     chosen = option_limits.chosen(options, {**DEFAULT_OPTIONS, "POSIX_SHM_MIN_SIZE": "inf"})
     return f"{doing}, with the options {chosen} (UCX's log says what it refuses)" if chosen else doing
 

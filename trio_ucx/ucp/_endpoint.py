@@ -164,7 +164,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
 
     @property
     def alive(self) -> bool:
-        """Whether it is open and not known to be broken."""
+        """True if it is open and not known to be broken."""
         scope = self._scope
         return scope.handle is not None and scope.ending.state is CloseState.OPEN and self._core.engine.usable
 

@@ -19,7 +19,7 @@ _WITHIN_HOST = frozenset(
 
 
 def hint(transports: str, status: int, address: WorkerAddress | None) -> str:
-    """What is known about a peer that UCX could not reach, in parentheses; "" if UCX's message says it all.
+    """Returns what is known about a peer that UCX could not reach, in parentheses; "" if UCX's message says it all.
 
     Args:
         transports: those of this side's context.
@@ -42,7 +42,7 @@ def hint(transports: str, status: int, address: WorkerAddress | None) -> str:
 
 
 def accept_hint(transports: str, status: int) -> str:
-    """What is known about a client that could not be accepted, in parentheses; "" if UCX's message says it all."""
+    """Returns what is known about a client that was not accepted, in parentheses; "" if UCX's message says it all."""
     if status not in (Status.UNREACHABLE, Status.INVALID_PARAM):
         return ""
     return (
@@ -57,7 +57,7 @@ def _same_release() -> str:
 
 
 def _within_host(transports: str) -> bool:
-    """Whether none of its transports has socket addresses, which makes such a connection fail."""
+    """True if none of its transports has socket addresses, which makes such a connection fail."""
     return set(transports.split(",")) <= _WITHIN_HOST
 
 

@@ -165,12 +165,12 @@ class ListenerCore:
 
 
 def client_of(request: int) -> tuple[str, int]:
-    """Where a connection request comes from."""
+    """Returns where a connection request comes from."""
     return read_sockaddr(lambda *out: lib.tu_request_client(request, *out)) or ("", 0)
 
 
 def client_id_of(request: int) -> int | None:
-    """Which client it says it is."""
+    """Returns which client it says it is."""
     number = ffi.new("uint64_t *")
     return (number[0] or None) if lib.tu_request_client_id(request, number) == Status.OK else None
 

@@ -88,7 +88,7 @@ def _exists(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, or a debugger); False if that is unknown."""
+    """True if a process is stopped (SIGSTOP, or a debugger); False if that is unknown."""
     try:
         return _stat(pid)[0] in "Tt"
     except (OSError, IndexError):
@@ -96,7 +96,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says about a process: the fields of ``/proc/PID/stat`` from its state on."""
+    """Returns what the kernel says about a process: the fields of ``/proc/PID/stat`` from its state on."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -110,14 +110,14 @@ def this_process() -> Process:
 
 
 def is_visible(process: Process) -> bool:
-    """Whether this process can look at that one: it is known, on this host, and in this PID namespace."""
+    """True if this process can look at that one: it is known, on this host, and in this PID namespace."""
     own = this_process()
     known = process.pid != 0 and any(process.host)
     return known and (process.host, process.namespace) == (own.host, own.namespace)
 
 
 def has_ended(process: Process) -> bool:
-    """Whether a process has ended; False if that is unknown."""
+    """True if a process has ended; False if that is unknown."""
     if not is_visible(process):
         return False
     try:

@@ -56,7 +56,7 @@ class Request(metaclass=OpenedNotConstructed):
 
     @property
     def done(self) -> bool:
-        """Whether it has completed, well or not."""
+        """True if it has completed, well or not."""
         return self._pending.outcome is not None
 
     def __await__(self) -> Generator[Any, Any, Any]:

@@ -204,13 +204,13 @@ def about(origin: Origin, error: _AnyError) -> _AnyError:
 
 
 def is_about(error: BaseException, origin: Origin) -> bool:
-    """Whether this error is about that, or a part of it. (Its cause and context do not count.)"""
+    """True if this error is about that, or a part of it. (Its cause and context do not count.)"""
     found: Origin | None = getattr(error, _ORIGIN, None)
     return found is not None and origin in (found, found.within)
 
 
 def is_about_a_part(error: BaseException) -> bool:
-    """Whether this error is about a part of something, which goes on without it."""
+    """True if this error is about a part of something, which goes on without it."""
     found: Origin | None = getattr(error, _ORIGIN, None)
     return found is not None and found.within is not None
 

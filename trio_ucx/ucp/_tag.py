@@ -133,7 +133,7 @@ def post_receive(engine: Engine, buffer: WritableBuffer, tag: int, mask: int) ->
 
 
 def post_message_receive(engine: Engine, message: TagMessage, pins: Pinned) -> ReceiveOperation | tuple[int, int]:
-    """The same for a message that a probe took off the queue. ``pins`` are released or owned by the operation."""
+    """Receives a message that a probe took off the queue. ``pins`` are released, or owned by the operation."""
     handle = message._handle
     assert handle is not None
     if pins.many is None:

@@ -11,7 +11,7 @@ from ._worker_address import WorkerAddress
 
 @lru_cache(maxsize=16)
 def obstacle_to_shared_memory(ours: WorkerAddress, theirs: WorkerAddress, *, error_handling: bool = True) -> str | None:
-    """Why the two sides cannot use shared memory, in words for the user; None if they can.
+    """Returns why the two sides cannot use shared memory, in words for the user; None if they can.
 
     UCX itself checks less. Shared segments need the same IPC namespace, copies by process id need the same PID
     namespace, and waking a sleeping peer, by an abstract Unix socket, needs the same network namespace. The kernel

@@ -137,7 +137,7 @@ def protected_asynccontextmanager(
 
 
 def protected_contextmanager(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
-    """The same for ``contextlib.contextmanager``."""
+    """``contextlib.contextmanager`` that is protected as :func:`protected_asynccontextmanager` is."""
     make = contextmanager(enable_ki_protection(function))
 
     @wraps(function)

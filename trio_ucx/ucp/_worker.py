@@ -154,7 +154,7 @@ class Worker(metaclass=OpenedNotConstructed):
 
     @property
     def address(self) -> WorkerAddress:
-        """Where peers can reach it without a listener (``ucp_worker_query``).
+        """Returns where peers can reach it without a listener (``ucp_worker_query``).
 
         It contains keys. Whoever has the address can connect over TCP, and can take over this process: give it to peers
         only. The keys are made when a program first asks for the address, and are valid until the worker is closed.

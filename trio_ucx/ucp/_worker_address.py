@@ -169,7 +169,7 @@ class WorkerAddress:
 
     @property
     def _is_described(self) -> bool:
-        """Whether the worker has described itself, as those of trio_ucx do."""
+        """True if the worker has described itself, as those of trio_ucx do."""
         return self.release != (0, 0)
 
     @property
@@ -224,7 +224,7 @@ def _encode(address: WorkerAddress) -> bytes:
 
 @lru_cache(maxsize=_KEPT)
 def decode(data: bytes) -> WorkerAddress:
-    """Does the same as ``WorkerAddress(data)``, faster for the same data."""
+    """Returns ``WorkerAddress(data)``, faster for data that it has had before."""
     return WorkerAddress(data)
 
 

@@ -145,7 +145,7 @@ class ArmedWorker(Protocol):
 
     @property
     def delivery_count(self) -> int:
-        """How often it was progressed in order to deliver."""
+        """Returns how often it was progressed in order to deliver."""
 
     def progress_and_deliver(self, arm: bool, once: bool = False) -> int:
         """Progresses and delivers until nothing moves, then arms if asked to. Returns a :class:`Progress`.
@@ -228,12 +228,12 @@ class Arming:
 
     @property
     def armed(self) -> bool:
-        """Whether the descriptor announces every event, and a task waits for it."""
+        """True if the descriptor announces every event, and a task waits for it."""
         return self.armed_at == self._worker.progress_count
 
     @property
     def awaits_descriptor(self) -> bool:
-        """Whether a task waits for the descriptor."""
+        """True if a task waits for the descriptor."""
         return self._state is ArmingState.ARMED
 
     def try_to_arm(self) -> bool:
@@ -419,7 +419,7 @@ class Arming:
                 self._loop.stop_watching()
 
     def _delivered_lately(self) -> bool:
-        """Whether somebody has delivered lately what the worker had."""
+        """True if somebody has delivered lately what the worker had."""
         count = self._worker.delivery_count
         if count != self._seen_count:
             self._seen_count = count

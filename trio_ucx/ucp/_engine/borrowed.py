@@ -56,7 +56,7 @@ class Borrowed:
             self._release()
 
     def drop(self) -> None:
-        """The same where no caller could handle the error: memory that is in use stays borrowed."""
+        """Gives the memory back where no caller could handle an error: memory that is in use stays borrowed."""
         try:
             self.end()
         except BufferError as error:

@@ -61,7 +61,7 @@ class Receivers:
         self.am_ids.pop(id, None)
 
     def awaited(self) -> bool:
-        """Whether a task waits for an arrival. (Streams may be awaited one by one, too.)"""
+        """True if a task waits for an arrival. (Streams may be awaited one by one, too.)"""
         return bool(self.stream_watchers) or any(self._am_waiters.values())
 
 

@@ -78,7 +78,7 @@ class EndpointCore(Scope):
 
     @property
     def peer(self) -> Process:
-        """Which process it leads to, where that is known."""
+        """Returns which process it leads to, where that is known."""
         return NOBODY if self.peer_address is None else self.peer_address.process
 
     def set_peer(self, address: WorkerAddress) -> None:
@@ -115,7 +115,7 @@ class EndpointCore(Scope):
         return list(ffi.string(text).splitlines())
 
     def operations_over_it(self) -> list[Operation]:
-        """What is under way over it, whoever posted it: shares, too, also those that have ended."""
+        """Returns what is under way over it, whoever posted it: shares, too, also those that have ended."""
         owners = self, self.main
         return [one for one in self.engine.in_flight.values() if one.scope and one.scope.endpoint in owners]
 
@@ -123,12 +123,12 @@ class EndpointCore(Scope):
 
     @property
     def is_shared(self) -> bool:
-        """Whether Connections share it, or did."""
+        """True if Connections share it, or did."""
         return self.peer_worker is not None or bool(self.shares)
 
     @property
     def greeted(self) -> bool:
-        """Whether something has arrived over it for a Connection."""
+        """True if something has arrived over it for a Connection."""
         return self.lanes_when_greeted is not None
 
     def mark_greeted(self) -> None:
@@ -256,7 +256,7 @@ class EndpointCore(Scope):
         engine.submit()  # UCX takes the lanes apart in its progress, completed or not
 
     def _sending(self) -> bool:
-        """Whether UCX may still send from a buffer, whoever gave it."""
+        """True if UCX may still send from a buffer, whoever gave it."""
         return any(operation.pins for operation in self.operations_over_it())
 
     def _finish_writing(self, handle: Any) -> None:

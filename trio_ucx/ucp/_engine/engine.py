@@ -173,7 +173,7 @@ class Engine:
 
     @property
     def usable(self) -> bool:
-        """Whether UCX's worker is there, and may be used by this thread. (A forked child has no handle.)"""
+        """True if UCX's worker is there, and may be used by this thread. (A forked child has no handle.)"""
         return self.handle is not None and self.run.thread == threading.get_ident()
 
     def next_id(self) -> int:
@@ -279,7 +279,7 @@ class Engine:
 
     @property
     def delivery_count(self) -> int:
-        """How often the worker was progressed in order to deliver."""
+        """Returns how often the worker was progressed in order to deliver."""
         return self.progress_count - self._submit_count
 
     def serve_parked(self) -> bool:
@@ -300,7 +300,7 @@ class Engine:
         self.progress_task.safety_net.watch()
 
     def awaited(self) -> bool:
-        """Whether anybody waits for anything that UCX would tell."""
+        """True if anybody waits for anything that UCX would tell."""
         return bool(
             self.in_flight
             or self.peer_workers.idle

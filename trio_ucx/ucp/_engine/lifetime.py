@@ -166,7 +166,7 @@ def _close_with_context(engine: Engine) -> None:
 
 
 def close_now(engine: Engine) -> None:
-    """The same as a plain function."""
+    """Closes one engine as :func:`close` does, without a schedule point."""
     if _begin_close(engine):
         for _ in drain(engine):
             pass

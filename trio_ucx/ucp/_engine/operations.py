@@ -127,7 +127,7 @@ class Operation(Pending):
             self.engine.internal_error(error)
 
     def describe(self, *, ask: bool = True) -> str:
-        """What it does, and UCX's own words for it where UCX can be asked (``ucp_request_query``). Never raises."""
+        """Returns what it does, with UCX's own words where UCX can be asked (``ucp_request_query``). Never raises."""
         where = f" (to {self.scope.label})" if self.scope is not None else ""
         detached = ", detached: no task waits for it" if self.detached else ""
         ucx = self._described_by_ucx() if ask else ""
@@ -228,7 +228,7 @@ class OperationSet:
         return [operation for operation in self._engine.in_flight.values() if operation in self.pending]
 
     def sends_done(self) -> bool:
-        """Whether none is under way but detached ones."""
+        """True if none is under way but detached ones."""
         return all(operation.detached for operation in self.pending)
 
     def buffers_released(self) -> bool:
@@ -295,7 +295,7 @@ class Scope:
 
     @property
     def error(self) -> UCXError | None:
-        """What it failed with, if it did."""
+        """Returns what it failed with, if it did."""
         return self.ending.error
 
     def require(self, feature: Feature, doing: str) -> None:
@@ -313,7 +313,7 @@ class Scope:
 
     @property
     def gone(self) -> bool:
-        """Whether nothing can be sent or received any more: it was closed, has failed, or its worker broke."""
+        """True if nothing can be sent or received any more: it was closed, has failed, or its worker broke."""
         return self.handle is None or self.ending.error is not None
 
     def problem(self, origin: Origin | None = None) -> Exception | None:
@@ -332,7 +332,7 @@ class Scope:
         return self.problem() or error_from_status(status, doing, self.ending.origin, self.hint(status))
 
     def hint(self, status: int) -> str:
-        """What is known about a peer that cannot be reached, in parentheses."""
+        """Returns what is known about a peer that cannot be reached, in parentheses."""
         return _hints.hint(self.engine.context._transports, status, self.peer_address)
 
     def check(self, over: EndpointCore | None = None) -> None:

@@ -48,7 +48,7 @@ class Standing:
     greeted: bool = False
 
     def reaches(self, generation: int) -> bool:
-        """Whether the side has this endpoint, or makes it next."""
+        """True if the side has this endpoint, or makes it next."""
         return generation in (self.shared, self.made + 1)
 
 
@@ -91,13 +91,13 @@ class PeerWorker:
         return self._kinds.setdefault(address.ucx, SharedEndpoint())
 
     def standing(self, address: WorkerAddress) -> Standing:
-        """What is said to the peer about the endpoints of one kind."""
+        """Returns what is said to the peer about the endpoints of one kind."""
         kind = self._kind(address)
         return Standing(min(self._made, LIMIT), kind.generation, kind.core is not None and kind.core.greeted)
 
     @property
     def is_unused(self) -> bool:
-        """Whether no endpoint was ever made, and no client is expected."""
+        """True if no endpoint was ever made, and no client is expected."""
         return self._made == 0 and not any(kind.expected for kind in self._kinds.values())
 
     # ---- clients that were told our standing ----
@@ -186,7 +186,7 @@ class PeerWorker:
 
     @property
     def idle(self) -> int:
-        """How many endpoints have no Connection."""
+        """Returns how many endpoints have no Connection."""
         return len(self._idle)
 
     def close_idle(self) -> None:
@@ -227,7 +227,7 @@ class PeerWorkers:
 
     @property
     def idle(self) -> int:
-        """How many endpoints have no Connection."""
+        """Returns how many endpoints have no Connection."""
         return sum(worker.idle for worker in self._workers.values())
 
     def close_idle(self) -> None:

@@ -81,7 +81,7 @@ class StreamBuffer:
 
     @property
     def awaited(self) -> bool:
-        """Whether a task waits for more."""
+        """True if a task waits for more."""
         return self._waiter is not None
 
     def wake(self) -> None:

@@ -83,7 +83,7 @@ class Teardown:
 
 
 def _uses_memory(engine: Engine, handle: Any) -> bool:
-    """Whether UCX may still use the memory of operations, or holds registrations of it."""
+    """True if UCX may still use the memory of operations, or holds registrations of it."""
     return bool(engine.in_flight or engine.teardown.unrecorded or lib.tu_long_lingers(handle))
 
 
@@ -168,7 +168,7 @@ def _destroy(engine: Engine, handle: Any) -> None:
 
 
 def _registrations_of_others(engine: Engine) -> list[Callable[[], bool]]:
-    """What holds registrations of memory at the context's other workers: functions that say whether it still does."""
+    """Returns functions that say whether one of the context's other workers still has memory registered."""
     held: list[Callable[[], bool]] = []
     for other in list(engine.context._workers):
         if other.handle is not None:

@@ -147,7 +147,7 @@ class Pending:
         report("an internal error of trio_ucx, in a cancellation", error)
 
     def try_to_cancel(self) -> bool:
-        """As :meth:`cancel`; if that fails, ends what this belongs to."""
+        """Calls :meth:`cancel`; if that fails, ends what this belongs to."""
         try:
             return self.cancel()
         except BaseException as error:
@@ -187,7 +187,7 @@ class Pending:
         return True
 
     def result(self) -> Any:
-        """What it finished with, as often as one likes (an Outcome can be unwrapped once)."""
+        """Returns what it finished with, as often as one likes (an Outcome can be unwrapped once)."""
         if type(self.outcome) is Value:
             return self.outcome.value
         assert isinstance(self.outcome, Error)

@@ -61,7 +61,7 @@ def _export(data: Any, writable: bool) -> Any:
 
 
 def _explain(data: Any, writable: bool) -> Exception | None:
-    """Why a buffer cannot be exported; None if it has no buffer protocol, or is in a device's memory."""
+    """Returns why a buffer cannot be exported; None if it has no buffer protocol, or is in a device's memory."""
     purpose = "receive into" if writable else "send"
     try:
         view = memoryview(data)
@@ -258,7 +258,7 @@ class Pinned:
     __del__ = release
 
     def _parts(self) -> list[tuple[Any, int]]:
-        """What the memory is made of, in order, and how long each is."""
+        """Returns what the memory is made of, in order, and how long each is."""
         return [(export if type(export) in _OURS else _HostMemory(export), _size(export)) for export in self._exports]
 
     def fill(self, source: memoryview, start: int = 0) -> None:

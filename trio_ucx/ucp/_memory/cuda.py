@@ -40,11 +40,11 @@ class Driver:
         return value.value
 
     def is_managed(self, address: int) -> bool:
-        """Whether it is managed (unified) memory."""
+        """True if it is managed (unified) memory."""
         return bool(self._attribute(ctypes.c_uint, _IS_MANAGED, address))
 
     def is_host(self, address: int) -> bool:
-        """Whether it is page-locked host memory."""
+        """True if it is page-locked host memory."""
         if self.is_managed(address):
             return False
         return bool(self._attribute(ctypes.c_uint, _MEMORY_TYPE, address) == _MEMORY_HOST)

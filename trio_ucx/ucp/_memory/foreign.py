@@ -103,7 +103,7 @@ class Array:
 
 
 def array_of(data: object) -> Array | None:
-    """What ``data`` says about its memory; None if it says nothing that we understand.
+    """Returns what ``data`` says about its memory; None if it says nothing that we understand.
 
     Work that a device still does on it is waited for, where ``data`` says in which stream that is.
 
@@ -126,7 +126,7 @@ def array_of(data: object) -> Array | None:
 
 
 def on_device(data: Any) -> bool:
-    """Whether ``data`` says by DLPack that it is in a device's memory.
+    """True if ``data`` says by DLPack that it is in a device's memory.
 
     The buffer protocol of such an object may always raise (JAX's arrays).
     """

@@ -43,7 +43,7 @@ def check_elements(data: Any, purpose: str) -> None:
 
 
 def has_pointers(data: Any) -> bool:
-    """Whether an element of ``data`` is, or may be, a pointer. False if ``data`` does not have the buffer protocol."""
+    """True if an element of ``data`` is, or may be, a pointer. False if ``data`` does not have the buffer protocol."""
     kind = type(data)
     if kind in _PLAIN:
         return False
@@ -72,7 +72,7 @@ _CDATA = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._SimpleCData, *_C
 
 @lru_cache(maxsize=256)
 def _type_has_pointers(kind: Any) -> bool:
-    """Whether a ctypes type is, or contains, a pointer."""
+    """True if a ctypes type is, or contains, a pointer."""
     if issubclass(kind, _CTYPES):
         return True
     if issubclass(kind, ctypes.Array):
@@ -85,7 +85,7 @@ def _type_has_pointers(kind: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def format_has_pointers(format: str | None) -> bool:
-    """Whether a format contains a pointer. True also if it cannot be parsed, because a name contains a colon."""
+    """True if a format contains a pointer. True also if it cannot be parsed, because a name contains a colon."""
     position, depth = 0, 0
     text = format or "B"
     while position < len(text):

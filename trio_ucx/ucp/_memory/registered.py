@@ -62,7 +62,7 @@ _RKEY = struct.Struct("=QB")
 
 
 def _is_rkey(packed: bytes) -> bool:
-    """Whether it looks like one, and is not cut off: UCX does not check, and would crash."""
+    """True if it looks like one, and is not cut off: UCX does not check, and would crash."""
     if len(packed) < _RKEY.size:
         return False
     domains, memory_type = _RKEY.unpack_from(packed)
@@ -75,12 +75,12 @@ def _is_rkey(packed: bytes) -> bool:
 
 
 def is_host_memory(packed: bytes) -> bool:
-    """Whether the memory of a packed remote key is host memory: that of a device, loads and stores do not reach."""
+    """True if the memory of a packed remote key is host memory: that of a device, loads and stores do not reach."""
     return bool(_RKEY.unpack_from(packed)[1] == MemoryType.HOST)
 
 
 def ucx_access(features: Feature) -> Access:
-    """Which of UCX's puts and gets the workers of a context with these features answer."""
+    """Returns which of UCX's puts and gets the workers of a context with these features answer."""
     return Access.READ | Access.WRITE if Feature.RMA in features else Access(0)
 
 
@@ -256,7 +256,7 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     @property
     def descriptor(self) -> bytes:
-        """What a peer needs for :meth:`Endpoint.attach`, to be sent to it by whatever means there are.
+        """Returns what a peer needs for :meth:`Endpoint.attach`, to be sent to it by whatever means there are.
 
         Raises:
             ValueError: it was closed.

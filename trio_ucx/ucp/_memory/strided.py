@@ -178,7 +178,7 @@ def _compact(array: Array) -> tuple[int, ...]:
 
 
 def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether elements share memory, or may: each dimension must step over all of the smaller ones.
+    """True if elements share memory, or may: each dimension must step over all of the smaller ones.
 
     That is so for every slice, transposition and reversal of an array without overlaps.
     """

@@ -42,7 +42,7 @@ class Window:
 
     @property
     def view(self) -> memoryview:
-        """The same one each time, unless somebody released it meanwhile. After the end a released one."""
+        """Returns one memoryview, made again if the user has released it; a released one once the window is closed."""
         try:
             _ = self._view.nbytes
         except ValueError:

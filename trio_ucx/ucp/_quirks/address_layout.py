@@ -89,7 +89,7 @@ _TCP_LENGTHS = {
 
 
 def transport_checksum(name: str) -> int:
-    """How an address names a transport: a CRC-16 of its name (``ucs_crc16_string``)."""
+    """Returns how an address names a transport: a CRC-16 of its name (``ucs_crc16_string``)."""
     crc = 0xFFFF
     for byte in name.encode():
         crc ^= byte
@@ -185,7 +185,7 @@ def parse_worker_address(blob: bytes) -> ParsedAddress:
 
 
 def without_shared_memory(blob: bytes) -> bytes | None:
-    """The same worker address without its transports over shared memory; None if it has no others.
+    """Returns a worker address without its transports over shared memory; None if it has no others.
 
     Raises:
         ValueError: as :func:`parse_worker_address`.
@@ -194,7 +194,7 @@ def without_shared_memory(blob: bytes) -> bytes | None:
 
 
 def with_tcp_at(blob: bytes, hosts: Collection[str]) -> bytes | None:
-    """The same worker address, of its TCP devices only those with these IP addresses; None if there is none.
+    """Returns a worker address with only those TCP devices that have these IPs; None if there is none.
 
     Raises:
         ValueError: as :func:`parse_worker_address`.
@@ -205,7 +205,7 @@ def with_tcp_at(blob: bytes, hosts: Collection[str]) -> bytes | None:
 
 
 def _with(blob: bytes, keep: Callable[[Device], bool]) -> bytes | None:
-    """The same worker address with some of its devices; None if there are none."""
+    """Returns a worker address with some of its devices; None if there are none."""
     devices = parse_worker_address(blob).devices
     kept = [device for device in devices if keep(device)]
     if len(kept) == len(devices):
@@ -235,14 +235,14 @@ def read_uid(blob: bytes) -> int:
 
 
 def agree_on_namespaces(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two releases read the namespaces in each other's addresses. Unknown releases only read their own."""
+    """True if two releases read the namespaces in each other's addresses. Unknown releases only read their own."""
     if is_known(one) and is_known(other):
         return (one < _NEW_NAMESPACES) == (other < _NEW_NAMESPACES)
     return one == other
 
 
 def with_uid(blob: bytes, uid: int) -> bytes:
-    """The same worker address with another uid.
+    """Returns a worker address with another uid.
 
     Args:
         blob: an address of a layout that UCX of this release understands.

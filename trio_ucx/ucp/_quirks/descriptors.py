@@ -37,7 +37,7 @@ CONNECTION = ENDPOINT + 3
 
 
 def are_left(count: int) -> bool:
-    """Whether so many descriptors can be opened."""
+    """True if so many descriptors can be opened."""
     return lib.tu_descriptors_left(count) >= count
 
 
@@ -73,7 +73,7 @@ def require_thread(doing: str) -> None:
 
 
 def for_context(first: bool) -> int:
-    """How many descriptors a context needs.
+    """Returns how many descriptors a context needs.
 
     Args:
         first: no other context was opened in this process before.
@@ -85,7 +85,7 @@ def for_context(first: bool) -> int:
 
 
 def for_worker(context_info: str) -> int:
-    """How many descriptors a worker needs.
+    """Returns how many descriptors a worker needs.
 
     Args:
         context_info: UCX's description of the context's resources.

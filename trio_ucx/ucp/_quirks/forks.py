@@ -41,7 +41,7 @@ class Birth:
 
     @property
     def inherited(self) -> bool:
-        """Whether it belongs to the parent: then this process must not touch it."""
+        """True if it belongs to the parent: then this process must not touch it."""
         return self._generation != _generation
 
     def check(self, what: str) -> None:

@@ -298,7 +298,7 @@ def in_force(name: str, config: Mapping[str, str]) -> str | None:
 
 
 def longest_am_header(config: Mapping[str, str]) -> int:
-    """What UCX has room for when it sends an active message from where it is.
+    """Returns what UCX has room for when it sends an active message from where it is.
 
     Such a message's header goes through a buffer of SEG_SIZE, and what UCX adds to it, too. But UCX says that headers
     may be as long as the transports' segments, which are longer over TCP, and checks nothing: it would overrun the

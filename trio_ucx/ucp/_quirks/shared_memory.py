@@ -122,7 +122,7 @@ def _is_local(name: str) -> bool:
 
 
 def _without_sysv(wanted: list[str], posix: bool) -> str:
-    """The same transports without sysv, and without posix where that is not available."""
+    """Returns the transports without sysv, and without posix where that is not available."""
     if wanted[0].startswith("^"):
         return ",".join([*wanted, "sysv"])
     if any(each in _EVERYTHING for each in wanted):
@@ -146,7 +146,7 @@ def _needed(kind: str, options: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _sysv_problem(options: Mapping[str, str]) -> OSError | None:
-    """Why a worker cannot have System V shared memory; None if it can."""
+    """Returns why a worker cannot have System V shared memory; None if it can."""
     if not lib.tu_keep_segments_private():
         return OSError(
             errno.EPERM,
@@ -173,7 +173,7 @@ def _limit(name: str) -> str:
 
 
 def _posix_problem(options: Mapping[str, str], minimum: int = _POSIX_MINIMUM) -> OSError | None:
-    """Why a worker cannot have POSIX shared memory; None if it can."""
+    """Returns why a worker cannot have POSIX shared memory; None if it can."""
     folder = options.get("POSIX_DIR", "/dev/shm")
     try:
         state = os.statvfs(folder)

@@ -21,8 +21,8 @@ A peer may be suspended in the middle of writing, and be killed after its endpoi
 watched until UCX can be armed once: that shows that the peer had finished writing.
 
 When a queue has stopped, every endpoint over shared memory fails, and the worker is not used for new Connections
-(``WorkerConnections.suitable``); a handshake that is under way begins again with another worker. Endpoints over other transports
-go on.
+(``WorkerConnections.suitable``); a handshake that is under way begins again with another worker. Endpoints over other
+transports go on.
 
 Report: "Shared memory: a killed writer stops the queue", in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not
 needed any more when ``killed_writer.c`` there shows that messages still arrive. Test: ``tests/test_receive_queue.py``.
@@ -76,7 +76,7 @@ _SPACING = 2.0
 
 
 def uses_queue(core: EndpointCore) -> bool:
-    """Whether an endpoint has a lane over shared memory; also if UCX cannot say (before 1.14)."""
+    """True if an endpoint has a lane over shared memory; also if UCX cannot say (before 1.14)."""
     if core.handle is None:
         return False
     lanes = core.lanes()
@@ -278,11 +278,11 @@ class WatchedQueue(ReceiveQueue):
                 limit = RealTimeLimit(_LONGEST_GAP)
 
     def _armed(self) -> bool:
-        """Whether UCX can be armed."""
+        """True if UCX can be armed."""
         return self._engine.arming.try_to_arm()
 
     async def _probe(self, timer: int) -> bool | None:
-        """Whether messages arrive in all queues; None if the probes could not be sent."""
+        """Returns True if messages arrive in all queues; None if the probes could not be sent."""
         engine = self._engine
         probes: list[_Probe] = []
         try:

@@ -137,7 +137,7 @@ async def connect(core: EndpointCore, owner: Scope) -> None:
 
 
 def try_connect(core: EndpointCore, owner: Scope) -> bool:
-    """As :func:`connect`, without waiting. Returns whether the endpoint is up."""
+    """Begins what :func:`connect` waits for. Returns True if the endpoint is up."""
     if not core.connected:
         operation = post_flush(core, owner)
         if operation is not None and operation.outcome is None:
@@ -151,12 +151,12 @@ def try_connect(core: EndpointCore, owner: Scope) -> bool:
 
 
 def _has_only_tcp(core: EndpointCore) -> bool:
-    """Whether the endpoint has no other lanes, as far as UCX tells."""
+    """True if the endpoint has no other lanes, as far as UCX tells."""
     return all(lane.startswith(b"tcp/") for lane in core.lanes() or ())
 
 
 def _is_emulated(core: EndpointCore) -> bool:
-    """Whether UCX would put and get by messages of its own, as far as UCX tells."""
+    """True if UCX would put and get by messages of its own, as far as UCX tells."""
     return all(lane.decode().startswith(_SOFTWARE) for lane in core.lanes() or ())
 
 
@@ -186,7 +186,7 @@ class AccessPath:
     hardware: bool = False
 
     def takes(self, memory: int) -> bool:
-        """Whether puts and gets use it for local memory of this kind."""
+        """True if puts and gets use it for local memory of this kind."""
         return bool(
             self.native == ffi.NULL
             or (self.native.local and memory <= lib.TU_MEMORY_HOST)

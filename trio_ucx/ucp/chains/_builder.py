@@ -40,7 +40,7 @@ _ON_FALSE = {"error": lib.TU_FALSE_ERROR, "skip": lib.TU_FALSE_SKIP, "stop": lib
 
 
 def _several(requests: Any) -> Any:
-    """What can be gone through more than once."""
+    """Returns what can be gone through more than once."""
     return tuple(requests) if isinstance(requests, Iterator) else requests
 
 
@@ -117,7 +117,7 @@ def release(parts: Iterable[ResultSlice | Pinned]) -> None:
 
 
 def sent_length(length: Integer | int | None, parts: Iterable[ResultSlice | Pinned]) -> Integer | int:
-    """How much of a payload is sent."""
+    """Returns how much of a payload is sent."""
     whole = sum(part.length if isinstance(part, ResultSlice) else part.size for part in parts)
     return argument(whole if length is None else length, "the length", 0, whole)
 
@@ -291,7 +291,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         return len(self._requests)
 
     def _resolve(self, requests: Any) -> list[ChainRequest]:
-        """What ``after`` and ``again`` name."""
+        """Returns what ``after`` and ``again`` name."""
         if type(requests) is tuple and not requests:
             return []
         if isinstance(requests, ChainRequest) or hasattr(requests, "__index__"):
@@ -326,7 +326,7 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
             memory._check(access, doing, 0, 0)
 
     def _check_bounds(self, remote: RemoteMemory | Choice, offset: Integer | int, length: Integer | int) -> None:
-        """As far as they are known already."""
+        """Refuses bounds beyond the memory, as far as they are known already."""
         start, size = known_value(offset), known_value(length)
         if isinstance(remote, RemoteMemory) and start is not None and size is not None and start + size > remote.nbytes:
             raise ValueError(f"{size} bytes from offset {start} on reach beyond the end of {remote.nbytes}")

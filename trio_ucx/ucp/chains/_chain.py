@@ -515,7 +515,7 @@ class RequestChain(ChainBuilder):
 
     @property
     def outcomes(self) -> Outcomes:
-        """What became of the requests in the last run; None of each that is in flight, or if there was no run.
+        """Returns what became of the requests in the last run; None of each that is in flight, or if there was no run.
 
         Of a request that was to run again when the run was cancelled, it is what came of it the last time.
 

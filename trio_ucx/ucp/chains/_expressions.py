@@ -30,7 +30,7 @@ def constant(value: int) -> tuple[Term, ...]:
 
 
 def depth(terms: Iterable[Term]) -> int:
-    """How many values evaluating it takes at once."""
+    """Returns how many values evaluating it takes at once."""
     deepest = used = 0
     for code, *_ in terms:
         if code in _COMBINING:
@@ -188,7 +188,7 @@ class Integer(Expression):
         return object.__hash__(self)
 
     def any_bits(self, mask: Integer | int) -> Condition:
-        """Whether any bit of the mask is set in it.
+        """Returns the condition that any bit of the mask is set.
 
         Raises:
             TypeError, ValueError: the mask is no integer, or has more than 128 bits.
@@ -197,7 +197,7 @@ class Integer(Expression):
         return (self & mask) != 0
 
     def all_bits(self, mask: Integer | int) -> Condition:
-        """Whether all bits of the mask are set in it.
+        """Returns the condition that all bits of the mask are set.
 
         Raises: as :meth:`any_bits`.
         """
@@ -415,7 +415,7 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
 
     @property
     def offset(self) -> Integer:
-        """Where in its memory it has read: of :meth:`RequestChain.follow`, the offset of the last node.
+        """Returns where in its memory it has read: of :meth:`RequestChain.follow`, the offset of the last node.
 
         Raises:
             DependencyReferenceError: it has no result in host memory.
@@ -450,7 +450,7 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
         return Integer((term,), frozenset((self,)))
 
     def equals(self, buffer: Contiguous, offset: int = 0) -> Condition:
-        """Whether the result has, at this offset, what is in a local buffer when the chain gets there.
+        """Returns the condition that the result has at this offset what a local buffer has when the chain gets there.
 
         The buffer, in host memory, stays pinned as long as the chain refers to it.
 

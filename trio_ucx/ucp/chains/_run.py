@@ -154,7 +154,7 @@ class NativeChain:
         return outcomes
 
     def report(self, number: int) -> Any:
-        """How a request stands, as long as nothing changes."""
+        """Returns the state of a request in a report of its own, which does not change."""
         if self.handle is None:
             return None
         report = ffi.new("tu_chain_report_t *")
@@ -162,7 +162,7 @@ class NativeChain:
         return report
 
     def look(self, number: int) -> Any:
-        """As the method above, into the one shared report, which the next call overwrites."""
+        """Returns the state of a request in the one shared report, which the next call overwrites."""
         if self.handle is None:
             return None
         lib.tu_chain_report(self.handle, number, self._one)
@@ -170,7 +170,7 @@ class NativeChain:
 
     @property
     def error_count(self) -> int:
-        """How many requests have failed in the last run, or were cancelled."""
+        """Returns how many requests have failed in the last run, or were cancelled."""
         return int(lib.tu_chain_errors(self.handle)) if self.handle is not None else 0
 
     def results(self, count: int) -> tuple[list[int], bytes] | None:
@@ -461,7 +461,7 @@ class Outcomes(Sequence["Outcome[Any] | None"], metaclass=OpenedNotConstructed):
 
     @property
     def error_count(self) -> int:
-        """How many requests have failed, or were not run. 0: no completed request has failed.
+        """Returns how many requests have failed, or were not run. 0: no completed request has failed.
 
         C counts them while the chain runs, so reading this takes as long for a large chain as for a small one.
         """
