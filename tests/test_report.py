@@ -21,7 +21,7 @@ from networks import QUIET, need, open_network
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._cli.errors import NoReport
-from trio_ucx._cli.waits import ask
+from trio_ucx._cli.report import ask
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.engine import Engine
 

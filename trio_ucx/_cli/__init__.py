@@ -8,7 +8,7 @@
     measuring   measuring for a number of seconds or messages, with a progress bar
     perf        the command perf: server, client, results
     pair        both ends as processes of this machine
-    waits       the command report: asks another process for its report
+    report      asks another process for its report
     mesh        the command mesh: starts the ranks of a mesh on this machine
     here        the commands and their exit status
 
@@ -24,7 +24,7 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
-from . import info, mesh, perf, waits
+from . import info, mesh, perf, report
 from .errors import AlreadyReported, describe, is_expected, leaves
 
 
@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     info.add_command(commands)
     perf.add_command(commands)
-    waits.add_command(commands)
+    report.add_command(commands)
     mesh.add_command(commands)
     return parser
 
