@@ -354,7 +354,7 @@ MODULES = [
 PACKAGE = str(Path(trio_ucx.__file__).parent)
 #: Functions that Trio's loop calls, and with which deliveries begin: no caller of theirs could handle an error.
 LOOP = {
-    *("progress_and_deliver", "take", "_look", "before_io_wait", "_abort_for_trio"),
+    *("progress_and_deliver", "poll_and_deliver", "_look", "before_io_wait", "_abort_for_trio"),
     *("try_to_cancel", "_run", "run", "_wait", "call", "_serve", "_begin"),
 }
 #: Functions that contain and report errors: the test relies on them, so they are left out.

@@ -169,10 +169,10 @@ def test_choose_of_either_kind(side: OneSide) -> None:
 
 def test_choose_leaves_an_endpoint_that_a_client_was_told_of(side: OneSide) -> None:
     side.get(1)
-    side.peer_worker.expect(WITH)
+    side.peer_worker.hold_for_client(WITH)
     assert side.peer_worker.choose(Standing(1, 0), WITH) is None
     assert side.peer_worker.choose(Standing(1, 0), WITHOUT) == 2
-    side.peer_worker.expect_no_more(WITH)
+    side.peer_worker.release_hold(WITH)
     assert side.peer_worker.choose(Standing(1, 0), WITH) == 2
 
 
@@ -189,9 +189,9 @@ def test_get(side: OneSide) -> None:
     core = side.get(1)
     assert side.get(1) is core
     assert side.cannot_get(3)
-    side.peer_worker.expect(WITH)
+    side.peer_worker.hold_for_client(WITH)
     assert side.cannot_get(2), "a client was told of the first"
-    side.peer_worker.expect_no_more(WITH)
+    side.peer_worker.release_hold(WITH)
     other = side.get(2)
     assert other is not core and not core.gone, "it has a Connection"
     assert side.cannot_get(1)
@@ -201,12 +201,12 @@ def test_get_of_either_kind(side: OneSide) -> None:
     """Endpoints of one kind neither replace nor block the other's, whoever is expected."""
     core = side.get(1, WITH)
     assert side.cannot_get(1, WITHOUT)
-    side.peer_worker.expect(WITH)
-    side.peer_worker.expect(WITHOUT)
+    side.peer_worker.hold_for_client(WITH)
+    side.peer_worker.hold_for_client(WITHOUT)
     other = side.get(2, WITHOUT)
     assert side.get(1, WITH) is core and side.get(2, WITHOUT) is other
     assert side.cannot_get(2, WITH) and side.cannot_get(3, WITH) and side.cannot_get(3, WITHOUT)
-    side.peer_worker.expect_no_more(WITHOUT)
+    side.peer_worker.release_hold(WITHOUT)
     assert side.cannot_get(3, WITH)
     newer = side.get(3, WITHOUT)
     assert side.standing(WITH) == Standing(3, 1, True)
@@ -282,14 +282,14 @@ def test_idle_endpoint_that_is_replaced(side: OneSide) -> None:
 def test_endpoint_that_a_client_was_told_of_stays(side: OneSide, clock: Clock, reusable: bool) -> None:
     core = side.get(1)
     for _ in range(2):
-        side.peer_worker.expect(WITH)
+        side.peer_worker.hold_for_client(WITH)
     side.leave(core, reusable=reusable)
-    side.peer_worker.expect_no_more(WITH)
+    side.peer_worker.release_hold(WITH)
     clock.pass_idle_time()
     side.peer_worker.close_idle()
     assert not core.gone
     assert side.standing() == Standing(1, 1, True)
-    side.peer_worker.expect_no_more(WITH)
+    side.peer_worker.release_hold(WITH)
     side.peer_worker.close_idle()
     assert core.gone
 
@@ -297,7 +297,7 @@ def test_endpoint_that_a_client_was_told_of_stays(side: OneSide, clock: Clock, r
 def test_idle_endpoints_of_either_kind(side: OneSide, clock: Clock) -> None:
     """A client that is expected, and an endpoint that is made, matter to those of one kind only."""
     core, other = side.get(1, WITH), side.get(2, WITHOUT)
-    side.peer_worker.expect(WITHOUT)
+    side.peer_worker.hold_for_client(WITHOUT)
     for each in (core, other):
         side.leave(each, reusable=True)
     assert side.peer_worker.idle == 2
@@ -309,7 +309,7 @@ def test_idle_endpoints_of_either_kind(side: OneSide, clock: Clock) -> None:
     assert newer.gone and not other.gone
     assert side.standing(WITH) == Standing(3)
     assert side.standing(WITHOUT) == Standing(3, 2, True)
-    side.peer_worker.expect_no_more(WITHOUT)
+    side.peer_worker.release_hold(WITHOUT)
     side.peer_worker.close_idle()
     assert other.gone
 
@@ -317,7 +317,7 @@ def test_idle_endpoints_of_either_kind(side: OneSide, clock: Clock) -> None:
 def test_endpoint_that_cannot_be_kept_of_either_kind(side: OneSide) -> None:
     """A client that is expected with another kind does not keep it."""
     core, other = side.get(1, WITH), side.get(2, WITHOUT)
-    side.peer_worker.expect(WITH)
+    side.peer_worker.hold_for_client(WITH)
     for each in (core, other):
         side.leave(each, reusable=False)
     assert other.gone and not core.gone
@@ -328,7 +328,7 @@ def test_endpoint_that_cannot_be_kept_of_either_kind(side: OneSide) -> None:
 def test_endpoint_that_has_ended_is_forgotten(side: OneSide) -> None:
     core = side.get(1)
     side.leave(core, reusable=True)
-    side.peer_worker.expect(WITH)
+    side.peer_worker.hold_for_client(WITH)
     core.close()
     assert (side.standing(), side.peer_worker.idle) == (Standing(1), 0)
     assert side.cannot_get(1)
@@ -345,10 +345,10 @@ def test_old_endpoint_that_has_ended(side: OneSide) -> None:
 def test_peers_that_only_said_they_were_there() -> None:
     peer_workers: Any = PeerWorkers(lambda: None)
     peer_worker = peer_workers.of(1)
-    peer_worker.expect(WITH)
+    peer_worker.hold_for_client(WITH)
     peer_workers.forget_unused(1)
     assert peer_workers.of(1) is peer_worker
-    peer_worker.expect_no_more(WITH)
+    peer_worker.release_hold(WITH)
     peer_workers.forget_unused(1)
     peer_workers.forget_unused(2)
     assert peer_workers.of(1) is not peer_worker
@@ -564,7 +564,7 @@ class End:
     # ---- the handshake ----
 
     def standing(self) -> Standing:
-        self.peer_worker.expect(self.peer_address)
+        self.peer_worker.hold_for_client(self.peer_address)
         self.expects = True
         self.told = self.peer_worker.standing(self.peer_address)
         if self.told.shared:
@@ -574,7 +574,7 @@ class End:
     def expect_no_more(self) -> None:
         if self.expects:
             self.expects = False
-            self.peer_worker.expect_no_more(self.peer_address)
+            self.peer_worker.release_hold(self.peer_address)
 
     def choose(self, theirs: Standing) -> int | None:
         peer_worker, address = self.peer_worker, self.peer_address
@@ -780,7 +780,7 @@ class World:
         return node
 
     def suitable(self, side: int, tried: list[Node] | tuple[()] = ()) -> Node:
-        """``WorkerConnections.suitable`` and ``Worker._open_successor``."""
+        """``WorkerConnections.for_new_connection`` and ``Worker._open_successor``."""
         workers = self.sides[side]
         for node in (workers[0], *workers[1:][-1:]):
             if not node.is_full and node not in tried:
@@ -1110,7 +1110,7 @@ async def test_worker_stays_open_while_a_client_connects_from_it(
         tries.append(destination)
         if len(tries) == 2:
             registry = WorkerConnections.of(worker)
-            registry.suitable([registry, registry])  # as another connect does at its third try
+            registry.for_new_connection([registry, registry])  # as another connect does at its third try
         return await open_socket(destination)
 
     monkeypatch.setattr(_Destination, "open_socket", slow)

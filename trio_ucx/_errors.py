@@ -11,7 +11,11 @@ from .ucp._status import Error
 
 
 class _Refused(Error, OSError):
-    """Attributes: address: what the client wanted to connect to, in the form that :func:`connect` takes."""
+    """There is no connection, because the server refuses it, or is no server of ours.
+
+    Attributes:
+        address: what the client wanted to connect to, in the form that :func:`connect` takes.
+    """
 
     address: str
 

@@ -172,7 +172,7 @@ class Connector:
         if isolate:
             handshake.isolate()
         else:
-            handshake.registry = self._registry.suitable(self._tried)
+            handshake.registry = self._registry.for_new_connection(self._tried)
             self._tried.append(handshake.registry)
         exchange.open(handshake.describe(options.shared_memory))
         event = await handshake.next_event(stream, exchange)

@@ -150,7 +150,7 @@ class Handshake:
         #: Whether the worker connects with itself. UCX connects each such endpoint with itself.
         self._with_itself = False
         #: Whether the peer was told our standing, and we have not got an endpoint since.
-        self._expects = False
+        self._holds = False
         #: Whether HELLO has to arrive over UCX before the connection is open, and whether it has.
         self._greet = True
         self._greeted = False
@@ -291,17 +291,17 @@ class Handshake:
         """
         if self._with_itself:
             return Standing()
-        self._expects = True
-        self._peer_worker.expect(self._peer_address)
+        self._holds = True
+        self._peer_worker.hold_for_client(self._peer_address)
         standing = self._peer_worker.standing(self._peer_address)
         if standing.greeted:
             self._make_link(standing.shared)
         return standing
 
-    def _expect_no_more(self) -> None:
-        if self._expects:
-            self._expects = False
-            self._peer_worker.expect_no_more(self._peer_address)
+    def _release_hold(self) -> None:
+        if self._holds:
+            self._holds = False
+            self._peer_worker.release_hold(self._peer_address)
 
     def choose(self, theirs: Standing) -> tuple[int, bool]:
         """For the client: the generation of the endpoint that both sides use, and whether they send HELLO.
@@ -329,7 +329,7 @@ class Handshake:
             NeedsAnotherWorker: we cannot get the endpoint.
             OSError, UCXError: UCX cannot reach the peer.
         """
-        self._expect_no_more()
+        self._release_hold()
         if self._lacks_queue:
             raise NeedsAnotherWorker(self.label)
         if not greet:
@@ -578,7 +578,7 @@ class Handshake:
             engine.teardown.children.pop(self.id, None)
         contained(self._end_admission)
         if self._peer is not None:
-            contained(self._expect_no_more)
+            contained(self._release_hold)
             contained(engine.peer_workers.forget_unused, self._peer.worker.uid)
             if self._shared_memory:
                 contained(engine.receive_queue.may_be_writing, self._peer.worker.process)

@@ -58,7 +58,7 @@ class WorkerConnections:
         self.engine.teardown.at_end[self.engine.next_id()] = self.control.close
         self.engine.tag_dispatch.claim()
 
-    def suitable(self, tried: Collection[WorkerConnections] = ()) -> WorkerConnections:
+    def for_new_connection(self, tried: Collection[WorkerConnections] = ()) -> WorkerConnections:
         """The registry for a new connection: this one, the newest successor's, or that of a new one.
 
         A successor without connections is closed when a new one is opened: the caller describes this side at once.

@@ -297,7 +297,7 @@ class Receiving:
     # ---- any of several tag queues ----
 
     def next_number(self, numbers: Collection[int] | None) -> int | None:
-        """A tag queue of these, or of the user's, that has a message which no receive waits for. They take turns."""
+        """Returns the next tag queue, in turn, with a message that no receive waits for; None if none has one."""
         if numbers is None:
             queues = [queue for queue in self.queues.values() if queue.number <= wire.MAX_TAG]
         else:
@@ -508,7 +508,7 @@ class Receiving:
     # ---- the end ----
 
     def _end_error(self, queue: TagQueue | None) -> Exception | None:
-        """Returns what a receive gets for which no message is there; None while one may arrive."""
+        """Returns the exception for a receive on an empty tag queue; None while a message may still come."""
         if not self.life.open:
             return trio.ClosedResourceError("this connection was closed")
         if queue is not None and queue.failure is not None:

@@ -143,8 +143,8 @@ int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max)
     return (int)count;
 }
 
-/* The worker is about to be armed; sequences had posted so much when it began. Whether not to: one goes on, and its steps take
- * no longer than it pays to poll for. */
+/* Returns true if the worker should poll instead of being armed: a sequence went on since its steps were `before`, and
+ * its steps take no longer than it pays to poll for. */
 bool tu_poll_sequences(tu_worker_t *worker, uint64_t before)
 {
     tu_poll_t *poll = &worker->poll;

@@ -76,7 +76,7 @@ class Write(Generic[_Piece]):
         self._in_flight: collections.deque[_Piece] = collections.deque()
 
     def advance(self) -> _Piece | None:
-        """Submits what may be submitted. Returns what has to finish before there is more to do; None: all is done.
+        """Submits pieces, ``AHEAD`` at most. Returns the one to wait for before the next; None when all are done.
 
         Raises:
             Exception: what a piece failed with; then :meth:`cancel` the rest.
@@ -133,7 +133,7 @@ class Tail(Generic[_Sent]):
         self.pieces.append(piece)
 
     def spare(self) -> list[_Sent]:
-        """The pieces that were cancelled, and behind which there is none that was not."""
+        """Returns the cancelled pieces at the end: no other piece follows them."""
         start = len(self.pieces)
         while start and self.pieces[start - 1].cancelled and self.pieces[start - 1].outcome is None:
             start -= 1

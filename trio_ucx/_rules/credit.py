@@ -183,7 +183,7 @@ class SendCredit(Generic[_Send]):
                 self._overtaking.add(queue)
 
     def next_ready(self) -> _Send | None:
-        """Removes the send that must go next from those that wait, if it may go now; it is charged."""
+        """Takes the next waiting send, and charges it; None if it must go on waiting."""
         if self._overtaking:
             send = next(iter(self._lines[next(iter(self._overtaking))]))
         elif self.waiting:

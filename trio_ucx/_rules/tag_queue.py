@@ -249,10 +249,10 @@ class TagQueue:
             self.advance()
 
     def give(self, data: bytes) -> bool:
-        """A small message arrived by itself, and receives wait: gives it to the first, if that is all there is to do.
+        """Gives one small message, which has just arrived, to the first receive: the usual case.
 
         Returns:
-            False if it is not: use :meth:`packed_arrived`.
+            False if there is more to do: use :meth:`packed_arrived`.
         """
         if self.messages or self._advancing or self.failure is not None:
             return False

@@ -308,7 +308,7 @@ class Links:
 
 @enable_ki_protection
 async def close(channel: Channel, *last: RankAnswer | Leaving) -> None:
-    """Says the last thing, if any, and closes the connection gracefully."""
+    """Sends the messages ``last``, and closes the connection gracefully."""
     try:
         for message in last:
             await channel.send(encode(message))

@@ -14,20 +14,22 @@ from ._messages import Address, Joined, Welcome
 
 @attrs.define(eq=False)
 class Members:
-    """Attributes:
-    rank, size: this rank, and how many there are.
-    fatal: whether the first loss ends the group.
-    name: the group's name.
-    generation: how many processes have joined under the numbers of lost ranks.
-    heard: the last generation of which all ranks have heard.
-    addresses: by rank, where it listens.
-    since: by rank, the generation in which it joined, if that is not 0.
-    lost: by rank, why it is not there.
-    losses: by rank, the last loss, also if a new process has its number.
-    left: the ranks that have left without an error, and that nobody has missed since.
-    ended: why the group has ended, if it has.
-    on_change: called after each change, with the rank that it is about.
-    changed: where tasks wait for a change.
+    """What one rank knows of the group and its ranks.
+
+    Attributes:
+        rank, size: this rank, and how many there are.
+        fatal: whether the first loss ends the group.
+        name: the group's name.
+        generation: how many processes have joined under the numbers of lost ranks.
+        heard: the last generation of which all ranks have heard.
+        addresses: by rank, where it listens.
+        since: by rank, the generation in which it joined, if that is not 0.
+        lost: by rank, why it is not there.
+        losses: by rank, the last loss, also if a new process has its number.
+        left: the ranks that have left without an error, and that nobody has missed since.
+        ended: why the group has ended, if it has.
+        on_change: called after each change, with the rank that it is about.
+        changed: where tasks wait for a change.
     """
 
     rank: int

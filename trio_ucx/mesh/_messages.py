@@ -30,16 +30,18 @@ Address = tuple[str, int]
 
 @attrs.frozen
 class RankHello:
-    """Attributes:
-    rank: who says it.
-    to: whom it wants to speak to.
-    size: how many ranks it expects.
-    port: where it listens.
-    seconds: how long it will wait for a :class:`Welcome`.
-    on_loss: its argument of ``join``, which must be the same for all.
-    group: the group's name; "" to rank 0, which gives it.
-    member: in which generation it joined; 0 to rank 0.
-    host, pid: for messages to people.
+    """The first message on a connection: a rank says who it is, to rank 0 or to another rank.
+
+    Attributes:
+        rank: who says it.
+        to: whom it wants to speak to.
+        size: how many ranks it expects.
+        port: where it listens.
+        seconds: how long it will wait for a :class:`Welcome`.
+        on_loss: its argument of ``join``, which must be the same for all.
+        group: the group's name; "" to rank 0, which gives it.
+        member: in which generation it joined; 0 to rank 0.
+        host, pid: for messages to people.
     """
 
     rank: int
@@ -56,12 +58,14 @@ class RankHello:
 
 @attrs.frozen
 class Welcome:
-    """Attributes:
-    group: a name that no other group has.
-    generation: how many processes have joined under the numbers of lost ranks.
-    addresses: by rank; None for a lost one.
-    members: by rank, the generation in which it joined.
-    lost: by rank, the reasons.
+    """Rank 0 lets a rank in, and says where all ranks are.
+
+    Attributes:
+        group: a name that no other group has.
+        generation: how many processes have joined under the numbers of lost ranks.
+        addresses: by rank; None for a lost one.
+        members: by rank, the generation in which it joined.
+        lost: by rank, the reasons.
     """
 
     group: str
@@ -73,11 +77,13 @@ class Welcome:
 
 @attrs.frozen
 class RankAnswer:
-    """Attributes:
-    refused: why not; "" if the connection is wanted.
-    missing: ranks that did not come.
-    crossed: whether another connection between the two ranks is the one that will be used.
-    later: whether the reason may pass: the group of before is not over yet.
+    """The answer of a rank other than 0 to :class:`RankHello`, and of rank 0 where it refuses.
+
+    Attributes:
+        refused: why not; "" if the connection is wanted.
+        missing: ranks that did not come.
+        crossed: whether another connection between the two ranks is the one that will be used.
+        later: whether the reason may pass: the group of before is not over yet.
     """
 
     refused: str = ""
@@ -88,7 +94,11 @@ class RankAnswer:
 
 @attrs.frozen
 class Suspect:
-    """Attributes: member: the generation in which the suspected process joined; another one may have its number."""
+    """A rank tells rank 0 that it cannot reach another one.
+
+    Attributes:
+        member: the generation in which the suspected process joined; another one may have its number.
+    """
 
     rank: int
     reason: str
@@ -97,24 +107,34 @@ class Suspect:
 
 @attrs.frozen
 class Leaving:
-    """Attributes: error: the exception with which it leaves, in words; "" for none."""
+    """A rank tells rank 0 that it leaves the group.
+
+    Attributes:
+        error: the exception with which it leaves, in words; "" for none.
+    """
 
     error: str = ""
 
 
 @attrs.frozen
 class Left:
+    """Rank 0 tells all which ranks have left the group."""
+
     ranks: tuple[int, ...]
 
 
 @attrs.frozen
 class Lost:
+    """Rank 0 tells all that a rank was lost."""
+
     rank: int
     reason: str
 
 
 @attrs.frozen
 class Joined:
+    """Rank 0 tells all that a new process has joined under the number of a lost rank."""
+
     rank: int
     generation: int
     address: Address
@@ -122,6 +142,8 @@ class Joined:
 
 @attrs.frozen
 class Heard:
+    """A rank has heard of a generation; from rank 0: all ranks have."""
+
     generation: int
 
 

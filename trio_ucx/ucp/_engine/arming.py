@@ -376,7 +376,7 @@ class Arming:
             self._returns = 0
 
     def task_resumed(self, parked: int) -> None:
-        """A task found what it waited for, while the worker is not armed; so many others are parked."""
+        """A waiting task goes on while the worker is not armed. ``parked``: how many others are parked."""
         alone = not parked and not self._jumping
         if alone and self.steady:
             return  # the timer looks at the worker

@@ -115,7 +115,7 @@ class EndpointCore(Scope):
         return list(ffi.string(text).splitlines())
 
     def operations_over_it(self) -> list[Operation]:
-        """Returns what is under way over it, whoever posted it: shares, too, also those that have ended."""
+        """Returns all operations on it and on its main endpoint, those of shares that have ended included."""
         owners = self, self.main
         return [one for one in self.engine.in_flight.values() if one.scope and one.scope.endpoint in owners]
 

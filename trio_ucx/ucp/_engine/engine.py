@@ -223,8 +223,8 @@ class Engine:
         finally:
             self._reaping = False
 
-    def take(self, function: Callable[[Any, Any, int], int]) -> bool:
-        """Delivers what a function of C brings, and what follows from that; whether there was something."""
+    def poll_and_deliver(self, function: Callable[[Any, Any, int], int]) -> bool:
+        """Calls a function of C, and delivers the records that it brings. Returns True if there were any."""
         if self._reaping or self.handle is None:
             return False
         self._reaping = True
@@ -245,7 +245,7 @@ class Engine:
             self.progress_and_deliver(arm=False)
         return count > 0
 
-    def news(self) -> int:
+    def events_seen(self) -> int:
         """Grows whenever something arrives or completes."""
         return self.tag_dispatch.messages + self.counters["arrived"] + self.counters["completed"]
 
@@ -284,7 +284,7 @@ class Engine:
 
     def serve_parked(self) -> bool:
         """Progresses once. Whether something arrived, and every task that was parked goes on."""
-        return self.take(lib.tu_worker_look) and self.waiting.parked == self.waiting.woken and self.usable
+        return self.poll_and_deliver(lib.tu_worker_look) and self.waiting.parked == self.waiting.woken and self.usable
 
     def signal(self) -> None:
         """Makes the worker's descriptor readable."""

@@ -102,7 +102,7 @@ class Operation(Pending):
         self.engine.counters["completed"] += 1
 
     def worker_destroyed(self) -> None:
-        """UCX's worker has gone without having ended it: nothing touches its buffers any more."""
+        """Releases the buffers: UCX's worker was destroyed, and no record of this operation will come."""
         if self.scope is not None:
             self.scope.operations.ended(self)
         if self.pins is not None:

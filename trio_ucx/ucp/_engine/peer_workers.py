@@ -58,12 +58,12 @@ class SharedEndpoint:
 
     Attributes:
         core: None if there is none.
-        expected: how many clients were told of it, and have not joined it yet.
+        holds: how many clients were told of it, and have not joined it yet.
     """
 
     core: EndpointCore | None = None
     generation: int = 0
-    expected: int = 0
+    holds: int = 0
 
 
 class PeerWorker:
@@ -97,18 +97,18 @@ class PeerWorker:
 
     @property
     def is_unused(self) -> bool:
-        """True if no endpoint was ever made, and no client is expected."""
-        return self._made == 0 and not any(kind.expected for kind in self._kinds.values())
+        """True if no endpoint was ever made, and none is held for a client."""
+        return self._made == 0 and not any(kind.holds for kind in self._kinds.values())
 
     # ---- clients that were told our standing ----
 
-    def expect(self, address: WorkerAddress) -> None:
-        """A client is told our standing: the shared endpoint stays until :meth:`expect_no_more`."""
-        self._kind(address).expected += 1
+    def hold_for_client(self, address: WorkerAddress) -> None:
+        """A client is told our standing: the shared endpoint stays until :meth:`release_hold`."""
+        self._kind(address).holds += 1
 
-    def expect_no_more(self, address: WorkerAddress) -> None:
+    def release_hold(self, address: WorkerAddress) -> None:
         """The client has joined, or will not."""
-        self._kind(address).expected -= 1
+        self._kind(address).holds -= 1
 
     # ---- choosing and making ----
 
@@ -128,7 +128,7 @@ class PeerWorker:
 
     def _reaches(self, generation: int, address: WorkerAddress) -> bool:
         kind = self._kind(address)
-        if kind.core is not None and (generation == kind.generation or kind.expected):
+        if kind.core is not None and (generation == kind.generation or kind.holds):
             return generation == kind.generation  # a client that was told of it must find it
         return generation == self._made + 1 and generation < LIMIT
 
@@ -145,7 +145,7 @@ class PeerWorker:
             core = make()  # which calls `count_made`
             old, kind.core, kind.generation = kind.core, core, generation
             core.peer_worker = self
-            # It was greeted, if it has no Connection: `left` forgets others, as no client is expected (`_reaches`).
+            # It was greeted, if it has no Connection: `left` forgets others, as none is held for a client (`_reaches`).
             if old is not None and self._idle.pop(old, None) is not None:
                 old.close()
             return core
@@ -164,7 +164,7 @@ class PeerWorker:
             Whether it stays for a moment. If not, it is to be closed now.
         """
         kind = self._kind(core.peer_address)
-        if not kind.expected and not (reusable and core.greeted):
+        if not kind.holds and not (reusable and core.greeted):
             self._forget(core)
         # UCX may still be connecting one that was not greeted. If that is closed at once, another connection between
         # the same two workers over TCP sometimes breaks (UCX 1.22: 6 of 900 cancelled connects did that).
@@ -194,7 +194,7 @@ class PeerWorker:
         oldest = time.monotonic() - IDLE_TIME
         for core, since in list(self._idle.items()):
             kind = self._kind(core.peer_address)
-            if since <= oldest and not (kind.expected and core is kind.core):
+            if since <= oldest and not (kind.holds and core is kind.core):
                 del self._idle[core]
                 core.close()
 

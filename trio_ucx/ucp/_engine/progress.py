@@ -143,9 +143,9 @@ class SafetyNet:
             arming = engine.arming
             began = _waited()
             if arming.awaits_descriptor and count == engine.progress_count:
-                before = engine.news()
-                engine.take(partial(lib.tu_worker_look_unsignalled, engine.progress_task.efd))
-                if before != engine.news() and _waited() - began < INTERRUPTED:
+                before = engine.events_seen()
+                engine.poll_and_deliver(partial(lib.tu_worker_look_unsignalled, engine.progress_task.efd))
+                if before != engine.events_seen() and _waited() - began < INTERRUPTED:
                     engine.counters["missed_events"] += 1
                 engine.reap()
             count = engine.progress_count

@@ -24,7 +24,7 @@ class TagSink(Protocol):
         """A message arrived, and is UCX's until it is received."""
 
     def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
-        """``count`` small messages of the same length arrived; 0: a message that was announced as small was not."""
+        """``count`` small messages of one length arrived; 0: the peer sent one by rendezvous, against its threshold."""
 
     def internal_error(self, error: BaseException) -> None:
         """Ends this connection, and no other, after an exception in our own code. Never raises."""

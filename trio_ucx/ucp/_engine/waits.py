@@ -330,7 +330,7 @@ class Waiting:
         if self.woken or arming.armed_at == self._engine.progress_count:
             return False
         polls = self._yield_interval and self.polling and self._yielded_lately()
-        if not self._engine.take(lib.tu_poll_at_once if polls else lib.tu_worker_look):
+        if not self._engine.poll_and_deliver(lib.tu_poll_at_once if polls else lib.tu_worker_look):
             arming.defer()  # the caller may raise instead of waiting, and then would not arm the worker
             return False
         if not self.woken:
@@ -359,7 +359,7 @@ class Waiting:
     async def _poll(self, pending: Pending) -> None:
         engine = self._engine
         while await self._alone() and not self.woken:
-            while pending.outcome is None and not self.woken and engine.take(lib.tu_poll):
+            while pending.outcome is None and not self.woken and engine.poll_and_deliver(lib.tu_poll):
                 pass
             if pending.outcome is not None or self.woken or engine.handle is None:
                 break
@@ -376,7 +376,7 @@ class Waiting:
         """For the progress task: sequences go on (``native.h``) whose tasks are parked. A schedule point, as
         :meth:`wait` is."""
         if await self._alone() and not self.woken:
-            self._engine.take(lib.tu_poll)
+            self._engine.poll_and_deliver(lib.tu_poll)
 
     async def _alone(self) -> bool:
         """A schedule point, unless one was passed lately. Returns whether no other task seems to have work to do."""
@@ -454,7 +454,7 @@ class Waiting:
                 engine.counters["wakeups"] += 1
                 if pending.outcome is not None or not arming.may_lead or engine.broken is not None:
                     return
-                engine.take(lib.tu_worker_look)
+                engine.poll_and_deliver(lib.tu_worker_look)
                 if pending.outcome is not None or self.woken:
                     return
                 arming.handle(Event.PARKS)

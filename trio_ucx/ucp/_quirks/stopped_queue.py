@@ -21,8 +21,8 @@ A peer may be suspended in the middle of writing, and be killed after its endpoi
 watched until UCX can be armed once: that shows that the peer had finished writing.
 
 When a queue has stopped, every endpoint over shared memory fails, and the worker is not used for new Connections
-(``WorkerConnections.suitable``); a handshake that is under way begins again with another worker. Endpoints over other
-transports go on.
+(``WorkerConnections.for_new_connection``); a handshake that is under way begins again with another worker. Endpoints
+over other transports go on.
 
 Report: "Shared memory: a killed writer stops the queue", in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not
 needed any more when ``killed_writer.c`` there shows that messages still arrive. Test: ``tests/test_receive_queue.py``.

@@ -124,7 +124,7 @@ class NativeChain:
             live_handles.closed("request chain")
 
     def free(self, run: Run | None) -> None:
-        """Nobody wants it any more; UCX perhaps still does, for this run."""
+        """Frees the chain now, or when ``run`` has ended, as UCX may still use it."""
         handle, engine = self.handle, self._engine
         if handle is None or engine.handle is None:
             self.forget()
@@ -451,7 +451,7 @@ class Outcomes(Sequence["Outcome[Any] | None"], metaclass=OpenedNotConstructed):
     _kept: bool = False
 
     def _keep(self, find: Reports, failed: bool, error_count: int) -> None:
-        """Takes these reports from now on, because the chain's go."""
+        """Reads the reports from a copy from now on: the chain is about to overwrite its own."""
         self._find, self._kept = find, True
         self._native, self._error_count = None, error_count
         for number in range(len(self) if failed else 0):
