@@ -14,6 +14,7 @@ from injected_faults import delay_handshakes, fill_worker, limit_generations
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake.exchange import Taken, Welcomed
+from trio_ucx._rules.credit import ReceiveCredit
 from trio_ucx.testing import internals
 from trio_ucx.ucp import chains
 from trio_ucx.ucp._engine import peer_workers
@@ -143,6 +144,24 @@ async def test_messages_before_take_is_read(
                 assert await client.receive() == b"back"
             server.abort()
             client.abort()
+
+
+async def test_a_message_that_is_lost_before_take_is_read_ends_the_connection(
+    worker: ucp.Worker, transports: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The endpoint is well, so that the connection could open over it without the message."""
+    async with open_two(transports) as (server, listener):
+        async with trio_ucx.connect(listener.address, worker=worker) as first, await listener.accept():
+            await first.send(b"x")
+        delay_handshakes(monkeypatch, Taken, partial(trio.sleep, 0.3))
+        async with trio_ucx.connect(listener.address, worker=worker) as client:
+            with monkeypatch.context() as patch:
+                patch.setattr(ReceiveCredit, "arrived", lambda *_: 1 / 0)
+                client.send_nowait(b"lost")
+                with trio.fail_after(15), pytest.raises(trio.BrokenResourceError, match="an internal error"):
+                    await client.receive()
+            client.abort()
+        assert listener.statistics().waiting == 0 and not internals(server).tag_dispatch.sinks
 
 
 async def test_client_that_closes_its_endpoint_while_it_is_welcomed(

@@ -118,12 +118,12 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @property
     def shared_memory(self) -> bool:
-        """True if it uses shared memory."""
+        """True if the connection uses shared memory."""
         return self._link.why_not_shared_memory is None
 
     @property
     def why_not_shared_memory(self) -> str | None:
-        """Returns why it does not use shared memory, in words; None if it does."""
+        """Returns why the connection does not use shared memory, in words; None if it does."""
         return self._link.why_not_shared_memory
 
     @property

@@ -33,7 +33,7 @@ def busy_shares(before: str, after: str) -> dict[int, float]:
 
 
 def busy_percent(before: str, after: str, cores: Sequence[int | None]) -> float:
-    """Returns how busy the busiest of these cores was; of all cores if None is among them."""
+    """Returns the load of the busiest of these cores in percent; of all cores if None is among them."""
     shares = busy_shares(before, after)
     return 100 * max((share for core, share in shares.items() if core in cores or None in cores), default=0.0)
 

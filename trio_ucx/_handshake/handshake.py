@@ -153,7 +153,7 @@ class Handshake:
         self._holds = False
         #: Whether HELLO has to arrive over UCX before the connection is open, and whether it has.
         self._greet = True
-        self._greeted = False
+        self._hello_received = False
         self._receiving = trio.CancelScope()
         self._shared_memory = False
         self._why_not: str | None = None
@@ -338,6 +338,8 @@ class Handshake:
             self._make_link(generation)
         assert self._link is not None
         share = self._link.share
+        if greet and share.gone:
+            raise NeedsAnotherWorker(self.label)
         if self._admission is not None:
             share.endpoint.keep(self._admission)
             self._admission = None
@@ -359,6 +361,7 @@ class Handshake:
         Raises: what :meth:`_join` does.
         """
         engine, peer = self.registry.engine, self.peer
+        engine.check()
         try:
             core = connect_shared(engine, self._peer_address, None if self._with_itself else generation, self.label)
         except OSError as error:  # its message has only the worker address
@@ -423,14 +426,14 @@ class Handshake:
         self.fail(ConnectionError(f"{self.label} sent a message of {length} bytes before its HELLO"))
 
     def _hello_arrived(self) -> None:
-        self._greeted = True
+        self._hello_received = True
         self._open_if_ready()
 
     def _open_if_ready(self) -> None:
         """Opens the connection if its Link and control socket are there, and HELLO has arrived or is not awaited."""
         link, control = self._link, self.control
         if (
-            (self._greet and not self._greeted)
+            (self._greet and not self._hello_received)
             or link is None
             or control is None
             or control.closed
@@ -488,7 +491,7 @@ class Handshake:
         return self._shared_memory and self.registry.engine.receive_queue.stopped
 
     def _endpoint_ended(self) -> None:
-        """The Link's endpoint was closed, or its share has failed, before the connection was open."""
+        """The endpoint was closed, or the share has failed, before the connection was open."""
         link = self._link
         assert link is not None
         error = link.share.error
@@ -496,17 +499,21 @@ class Handshake:
             link.closing.ended()
         elif error is None:
             self.fail(ConnectionError("this worker was closed"))
-        elif self.control is None:  # TAKE will name another endpoint
+        elif self.control is None and link.share.endpoint.gone:  # TAKE will name another endpoint
             self._give_up_link()
             self._receive_here()
         elif self._lacks_queue:
-            if not self.control.exchange.is_client:
+            if self.control is not None and not self.control.exchange.is_client:
                 self.control.exchange.again()
                 self.control.flush()
             self.fail(NeedsAnotherWorker(self.label))
-        else:
+        elif link.share.endpoint.gone:
             hint = f" ({self.route})"
             self.fail(os_error_from_status(error.status, f"connecting to {self.label} over UCX", hint))
+        else:  # the peer does not keep to the protocol, or there was an internal error
+            failure = ConnectionError(errno.EIO, f"connecting with {self.label}: {error}")
+            failure.__cause__ = error.__cause__
+            self.fail(failure)
 
     def _give_up_link(self) -> None:
         link, self._link = self._link, None

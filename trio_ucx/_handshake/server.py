@@ -147,12 +147,12 @@ class PendingClient:
 
     @property
     def has_sent(self) -> bool:
-        """True if it has sent anything."""
+        """True if the client has sent anything."""
         return self.stream.peer_has_sent
 
     @property
     def is_answered(self) -> bool:
-        """True if its first message has arrived and is right."""
+        """True if the first message of the client has arrived and is right."""
         return self.stream.has_answered
 
     @property

@@ -341,7 +341,7 @@ class Closing:
         self.engine.reap()
 
     def give_up(self) -> None:
-        """The connection will not open: leaves the endpoint, which other connections may go on using."""
+        """Leaves the endpoint, because the connection will not open; other connections may go on using it."""
         self.share.close(reusable=self.share.endpoint.greeted and self._left_nothing())
         self.close_now()
 

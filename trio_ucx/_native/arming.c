@@ -5,7 +5,7 @@
 #define BUSY_RETRIES 4
 #define FAILING 1000000 /* nanoseconds in which the failure of an endpoint follows that of its operations */
 
-/* Takes up to `max` records, from which adaptive polling learns that something arrived. */
+/* Takes up to `max` records, and tells adaptive polling if there were any. */
 static size_t take_records(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
     size_t count = tu_ring_take(worker, out, max);
@@ -90,14 +90,14 @@ int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max)
     return (int)take_records(worker, out, max);
 }
 
-/* The same, unless the worker's descriptor is readable: what this takes was not signalled. */
+/* Calls tu_worker_look(), unless the worker's descriptor is readable: what this takes was not signalled. */
 int tu_worker_look_unsignalled(int efd, tu_worker_t *worker, tu_record_t *out, size_t max)
 {
     return tu_readable(efd) ? 0 : tu_worker_look(worker, out, max);
 }
 
-/* Makes UCX progress for what was just posted, for TU_SLICE at most. Returns whether records are in the ring, where they
- * stay. */
+/* Makes UCX progress for what was just posted, for TU_SLICE at most. Returns true if records are in the ring,
+ * where they stay. */
 bool tu_worker_submit(tu_worker_t *worker)
 {
     progress_until_quiet(worker, 1, tu_now() + TU_SLICE);

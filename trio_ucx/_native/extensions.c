@@ -1,4 +1,4 @@
-/* The extensions that this build has, and what the core asks them. */
+/* The extensions of this build, and the calls of the core to them. */
 #include "native.h"
 
 #define TU_EXTENSION(folder) extern const tu_extension_t tu_extension_##folder;

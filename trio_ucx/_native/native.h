@@ -367,7 +367,7 @@ void tu_hook_add(tu_worker_t *worker, tu_hook_t *hook);
 void tu_hook_remove(tu_hook_t *hook);
 unsigned tu_hooks_call(tu_worker_t *worker);
 
-/* ---- what extensions are asked (extensions.c) ---- */
+/* ---- calls to extensions (extensions.c) ---- */
 
 ucs_status_t tu_extensions_open(tu_worker_t *worker);
 void tu_extensions_worker_destroyed(tu_worker_t *worker);

@@ -1,4 +1,4 @@
-/* One progress of a worker: of UCX, and of what goes on with it. */
+/* Progresses a worker once: UCX, then the data of streams and the hooks. */
 #include "native.h"
 
 unsigned tu_worker_progress(tu_worker_t *worker)
@@ -18,7 +18,7 @@ unsigned tu_worker_progress(tu_worker_t *worker)
     return moved;
 }
 
-/* Returns a number that grows by one with each fragment that progress has sent or received, at least. */
+/* Returns a counter that grows by at least one with each fragment that was sent or received. */
 uint64_t tu_worker_moved(const tu_worker_t *worker)
 {
     return worker->moved;

@@ -64,7 +64,7 @@ def collect() -> Item:
 
 
 def _children(engine: Engine, kind: type[_T]) -> list[_T]:
-    """Returns what must be closed before a worker, of one kind."""
+    """Returns the open children of a worker that are of one type."""
     owners = (getattr(close, "__self__", None) for close in list(engine.teardown.children.values()))
     return [owner for owner in owners if isinstance(owner, kind)]
 

@@ -141,7 +141,7 @@ def _text(kind: str) -> str:
 
 
 def _answer_to_fifo(kind: str) -> bool:
-    """True if a process waits for an answer, which it gets."""
+    """Writes the report to a process that waits for it. True if there was one."""
     path = answer_path(os.getpid(), os.geteuid(), kind)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -58,7 +58,7 @@ class Message:
 
     @property
     def with_sender(self) -> bool:
-        """True if it is not known to have arrived."""
+        """True if the message may still be with its sender."""
         return self.state is MessageState.HELD and not self.whole
 
 

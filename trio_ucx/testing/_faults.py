@@ -110,7 +110,7 @@ class FaultyPort(MessagePort):
         lib.tu_operation_cancel(self.engine.handle, placeholder)
         verdict = super().send(queue, pins)
         if verdict > 0:
-            operation.posted(verdict)
+            self.engine.adopt(verdict, operation.posted, verdict)
         else:
             operation.complete(verdict, 0, 0)
 

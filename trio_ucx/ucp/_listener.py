@@ -170,7 +170,7 @@ def client_of(request: int) -> tuple[str, int]:
 
 
 def client_id_of(request: int) -> int | None:
-    """Returns which client it says it is."""
+    """Returns the id of the client in a connection request."""
     number = ffi.new("uint64_t *")
     return (number[0] or None) if lib.tu_request_client_id(request, number) == Status.OK else None
 

@@ -213,7 +213,7 @@ class RealTimeLimit:
         self._waited = 0.0
 
     def is_over(self, seconds: float) -> bool:
-        """Returns whether so much time has counted since the limit was made; to be called at each check."""
+        """True if so many seconds have been counted since the limit was made. Call it at each check."""
         now = time.monotonic()
         self._waited += min(now - self._last, self._longest_gap)
         self._last = now

@@ -16,7 +16,7 @@ from .log import Event
 from .payload import Address, is_short
 
 SECOND = 1_000_000_000
-#: Nanoseconds within which an operation ends that a suspended process has blocked, once that process goes on.
+#: Nanoseconds within which a blocked operation ends after the process that blocked it goes on.
 RESUMED = SECOND // 4
 #: Exit status of a client that ended by ``os._exit``, as planned: ``workload.EXIT``.
 EXIT = 3
@@ -108,7 +108,7 @@ class Process:
         return sum(max(0, min(end, b) - max(begin, a)) for a, b in stops)
 
     def stopped_until(self, end: int) -> int | None:
-        """Since when it had been stopped, if it was continued a moment before this time (that is logged later)."""
+        """Returns since when it was stopped, if it was continued a moment before this time; else None."""
         return next((a for a, b in self.stops if b - RESUMED // 10 <= end <= b + RESUMED), None)
 
     def was_stopped(self, begin: int) -> bool:
@@ -326,10 +326,10 @@ class Checker:
             self._violation(suspect.kind, sentence, *suspect.lines)
 
     def _blocked(self, suspect: Suspect) -> int:
-        """Nanoseconds in which another process may have blocked a shared-memory queue of theirs.
+        """Nanoseconds for which another process may have blocked the shared-memory queue that the operation needs.
 
         A process that is stopped while it writes to such a queue blocks all that write there until it goes on
-        (docs/reliability.md, "Known limits"). What they wait for comes then.
+        (docs/reliability.md, "Known limits"). Then the operation ends, too.
         """
         if len(suspect.excuses) == 1:
             return 0  # it does not depend on what arrives
@@ -338,7 +338,7 @@ class Checker:
         return max((suspect.end - max(begin, suspect.begin) for begin in begins), default=0)
 
     def _stops(self, suspect: Suspect) -> str:
-        """Which processes were stopped meanwhile, in words; times from the begin of the operation."""
+        """Which processes were stopped meanwhile, in words; times from the start of the operation."""
         found = [
             f"{process.name} from {(a - suspect.begin) / SECOND:.3f} to {(b - suspect.begin) / SECOND:.3f} s"
             for process in self._processes.values()

@@ -1,5 +1,5 @@
-/* What the state of a request means for others, and for its chain: which requests are ready, what the end of one lets
- * begin, stops or runs again. Nothing is posted here. */
+/* The states of a chain's requests: which are ready, and which begin, stop or run again when one ends. Nothing is posted
+ * here. */
 #include "chain/chain.h"
 
 /* ---- the queues ---- */
@@ -164,8 +164,7 @@ uint32_t tu_node_wait(tu_node_t *node)
     return node->waiting;
 }
 
-/* A request runs again: those that wait for it, have not begun and do not run again themselves wait for it once
- * more. */
+/* Lets those that wait for a retried request wait for it again, unless they have begun or are retried themselves. */
 static void let_wait(const tu_node_t *before, const tu_node_t *retried)
 {
     const tu_chain_request_t *request = &retried->request;
@@ -227,7 +226,7 @@ void tu_node_false(tu_node_t *node)
 
 /* ---- facts about a request ---- */
 
-/* Whether the request has a result when it is done. */
+/* Returns true if the request has a result when it is done. */
 bool tu_node_has_data(const tu_node_t *node)
 {
     return node->request.kind == TU_CHAIN_GET || node->request.kind == TU_CHAIN_ATOMIC ||

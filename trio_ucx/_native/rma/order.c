@@ -120,7 +120,8 @@ void tu_order_dispose(tu_transfer_t *transfer)
     free(transfer);
 }
 
-/* Keeps a refused transfer until a flush reports it; not the oldest of many, whose scopes may have ended. */
+/* Keeps a refused transfer until a flush reports it. Beyond TU_MOST_REFUSALS the oldest is dropped: its scope may have
+ * ended. */
 static void keep_refused(tu_transfers_t *transfers, tu_transfer_t *transfer)
 {
     tu_transfer_t *oldest;
@@ -190,7 +191,7 @@ void tu_transfer_conclude(tu_transfer_t *transfer, ucs_status_t status)
     }
 }
 
-/* Begins the transfers that may begin. Completions inside this call do not begin further ones by themselves. */
+/* Begins the transfers that may begin. A completion during this call begins no transfer; the loop does. */
 void tu_order_advance(tu_endpoint_t *endpoint)
 {
     tu_transfers_t *transfers = tu_transfers_of(endpoint);

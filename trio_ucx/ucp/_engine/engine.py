@@ -300,7 +300,7 @@ class Engine:
         self.progress_task.safety_net.watch()
 
     def awaited(self) -> bool:
-        """True if anybody waits for anything that UCX would tell."""
+        """True if a task or a queue waits for an event of UCX."""
         return bool(
             self.in_flight
             or self.peer_workers.idle

@@ -118,8 +118,8 @@ class _Probe:
         self._tag = self._sink() if by_message else 0
         engine.teardown.children[id(self)] = self.close
         try:
-            core = connect_worker(self._engine, engine.identity.address)
             self._asks = not by_message
+            core = connect_worker(self._engine, engine.identity.address)
             core.check()
             self._operation = post_bytes_send(core, b"", self._tag << 32) if by_message else post_flush(core)
         except BaseException:
@@ -153,7 +153,7 @@ class _Probe:
             self.arrived = self._flushed or (self._operation is not None and self._operation.outcome is not None)
 
     def close(self) -> None:
-        """Closes its worker: if its endpoint was not answered, when the target is destroyed.
+        """Closes the probe's worker; if its endpoint was not answered, only when the target is destroyed.
 
         UCX would crash if it read the request for that endpoint, and could not reach the probe's worker any more.
         """
@@ -285,13 +285,14 @@ class WatchedQueue(ReceiveQueue):
         """Returns True if messages arrive in all queues; None if the probes could not be sent."""
         engine = self._engine
         probes: list[_Probe] = []
+        complete = True
         try:
             try:
                 for transport in self._queues:
                     probes.append(_Probe(engine, transport))
             except (OSError, ValueError, RuntimeError, MemoryError, UCXError, trio.BrokenResourceError) as error:
                 logger.warning("cannot probe the shared-memory queue of a worker: %s", error)
-                return None
+                complete = False  # those that were sent must be answered all the same: see _Probe.close
             limit = RealTimeLimit(_LONGEST_GAP)
             while True:
                 engine.reap()
@@ -299,7 +300,7 @@ class WatchedQueue(ReceiveQueue):
                     probe.look()
                 engine.reap()
                 if all(probe.arrived for probe in probes):
-                    return True
+                    return True if complete else None
                 if limit.is_over(_PROBE_TIME):
                     return False
                 await _sleep(timer, _INTERVAL)
