@@ -23,7 +23,8 @@ import trio
 from samples import some_description
 
 from trio_ucx import PeerInfo, mesh, ucp
-from trio_ucx._cli import ends, waits
+from trio_ucx._cli import ends
+from trio_ucx._cli import report as report_command
 from trio_ucx._handshake.control_stream import remote_address
 from trio_ucx._handshake.exchange import Exchange, FrameKind, Refused, UnknownProtocol
 from trio_ucx._handshake.peer_description import PeerDescription
@@ -248,7 +249,7 @@ async def hostile_process(answer: bytes) -> AsyncIterator[subprocess.Popen[bytes
     """A process that answers whatever it wants when it is asked for its report."""
     program = (
         "import os, signal, sys\n"
-        f"os.memfd_create({waits.mark_of(signal.SIGUSR1)!r})\n"
+        f"os.memfd_create({report_command.mark_of(signal.SIGUSR1)!r})\n"
         "def answer(*_):\n"
         "    for kind in ('text', 'json'):\n"
         "        path = f'/tmp/trio_ucx-report-{os.geteuid()}-{os.getpid()}.{kind}'\n"
@@ -275,16 +276,16 @@ async def test_report_of_another_process(kind: str) -> None:
     """It has several lines."""
     answer = f"{EVIL.replace(chr(10), '')}\n\t{EVIL}".encode() + b"\xff"
     async with hostile_process(answer) as process:
-        report = await trio.to_thread.run_sync(waits.ask, process.pid, signal.SIGUSR1, kind)
+        report = await trio.to_thread.run_sync(report_command.ask, process.pid, signal.SIGUSR1, kind)
     assert report.startswith("begin?]0;owned??[2J?") and "\n\tbegin" in report
     assert all(char.isprintable() or char in "\n\t" for char in report)
 
 
 async def test_endless_report_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "LONGEST", 100_000)
+    monkeypatch.setattr(report_command, "LONGEST", 100_000)
     async with hostile_process(bytes(300_000)) as process:
-        with pytest.raises(waits.NoReport, match="more than 100000 bytes"):
-            await trio.to_thread.run_sync(waits.ask, process.pid, signal.SIGUSR1)
+        with pytest.raises(report_command.NoReport, match="more than 100000 bytes"):
+            await trio.to_thread.run_sync(report_command.ask, process.pid, signal.SIGUSR1)
 
 
 def test_name_of_a_process_that_is_asked() -> None:
@@ -292,8 +293,8 @@ def test_name_of_a_process_that_is_asked() -> None:
     program = "import ctypes; ctypes.CDLL(None).prctl(15, b'SigCgt: \\x1b'); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"\n"
-        with pytest.raises(waits.NoReport, match="has not called trio_ucx.report_on_signal"):
-            waits.ask(process.pid, signal.SIGUSR1)
+        with pytest.raises(report_command.NoReport, match="has not called trio_ucx.report_on_signal"):
+            report_command.ask(process.pid, signal.SIGUSR1)
         process.communicate(b"\n")
 
 

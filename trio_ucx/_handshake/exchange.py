@@ -380,9 +380,8 @@ class Exchange:
         if not self.is_client:
             self._send_preamble()
         self._derive_keys()
-        self.state = (
-            ExchangeState.PROOF if self.is_client else ExchangeState.OPEN
-        )  # so that REFUSE sends no second preamble
+        # Now, so that REFUSE sends no second preamble.
+        self.state = ExchangeState.PROOF if self.is_client else ExchangeState.OPEN
         if self.protected is not None:
             raise self.protected
         if version != VERSION:
