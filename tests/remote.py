@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,14 @@ from trio_ucx import ucp
 #: What UCX_TLS is, and how an endpoint comes about. Shared memory alone has worker addresses only.
 WAYS = [*[(transports, way) for transports in TRANSPORTS for way in ("raw", "connection", "worker")]]
 WAYS.append(("sm,self", "worker"))
+#: What each atomic operation makes of the integer in memory.
+ATOMICS: dict[ucp.AtomicOp, Callable[[int, int], int]] = {
+    ucp.AtomicOp.ADD: lambda old, value: old + value,
+    ucp.AtomicOp.AND: lambda old, value: old & value,
+    ucp.AtomicOp.OR: lambda old, value: old | value,
+    ucp.AtomicOp.XOR: lambda old, value: old ^ value,
+    ucp.AtomicOp.SWAP: lambda old, value: value,
+}
 #: How long it may take until a peer's death is noticed, by UCX or by us.
 SOON = 5.0
 

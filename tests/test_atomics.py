@@ -15,6 +15,7 @@ import trio.testing
 from helpers import open_peer, open_raw_pair, until
 from peers import REMOTE
 from remote import (
+    ATOMICS,
     SOON,
     WAYS,
     abort_way,
@@ -48,14 +49,7 @@ async def worker(transports: str) -> AsyncIterator[ucp.Worker]:
 async def test_arithmetic(transports: str, way: str) -> None:
     """Against Python's, with random values; the neighbours stay as they are."""
     rng = random.Random(3)
-    combine = {
-        ucp.AtomicOp.ADD: lambda old, value: old + value,
-        ucp.AtomicOp.AND: lambda old, value: old & value,
-        ucp.AtomicOp.OR: lambda old, value: old | value,
-        ucp.AtomicOp.XOR: lambda old, value: old ^ value,
-        ucp.AtomicOp.SWAP: lambda old, value: value,
-    }
-    assert set(combine) == set(ucp.AtomicOp)
+    assert set(ATOMICS) == set(ucp.AtomicOp)
     with trio.fail_after(30):
         async with open_endpoint_and_context(transports, way) as (endpoint, context):
             for memory in (context.allocate(64), context.register(bytearray(64))):
@@ -71,13 +65,13 @@ async def test_arithmetic(transports: str, way: str) -> None:
                                 [0, 1, -1, 2**bits - 1, -(2 ** (bits - 1)), rng.getrandbits(bits), rng.getrandbits(7)]
                             )
                             old = int.from_bytes(expected[offset : offset + size], sys.byteorder)
-                            op = rng.choice([*combine, None])
+                            op = rng.choice([*ATOMICS, None])
                             if op is None:
                                 compared = rng.choice([old, old ^ 1])
                                 new = value if compared == old else old
                                 assert await remote.compare_swap(compared, value, offset, bits=bits) == old
                             else:
-                                new = combine[op](old, value % 2**bits)
+                                new = ATOMICS[op](old, value % 2**bits)
                                 fetch = rng.random() < 0.5
                                 if op is ucp.AtomicOp.ADD and fetch and rng.random() < 0.5:
                                     got: int | None = await remote.fetch_add(value, offset, bits=bits)

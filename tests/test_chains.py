@@ -13,7 +13,7 @@ import pytest
 import trio
 from outcome import Error, Value
 from peers import REMOTE
-from remote import Ground, error_of, open_ground, value_of
+from remote import ATOMICS, Ground, error_of, open_ground, value_of
 
 from trio_ucx import ucp
 from trio_ucx.ucp import chains
@@ -90,28 +90,21 @@ async def test_payloads(ground: Ground) -> None:
 
 
 async def test_atomics(ground: Ground) -> None:
-    operations: dict[ucp.AtomicOp, Callable[[int, int], int]] = {
-        ucp.AtomicOp.ADD: lambda old, value: old + value,
-        ucp.AtomicOp.AND: lambda old, value: old & value,
-        ucp.AtomicOp.OR: lambda old, value: old | value,
-        ucp.AtomicOp.XOR: lambda old, value: old ^ value,
-        ucp.AtomicOp.SWAP: lambda old, value: value,
-    }
-    assert set(operations) == set(ucp.AtomicOp)
+    assert set(ATOMICS) == set(ucp.AtomicOp)
     rng = random.Random(2)
     for bits in (32, 64):
         size = bits // 8
         chain = ground.worker.new_chain()
         before, values = [rng.getrandbits(bits) for _ in range(8)], [rng.getrandbits(bits) for _ in range(8)]
         ground.write(b"".join(old.to_bytes(size, "little") for old in before))
-        for number, op in enumerate(operations):
+        for number, op in enumerate(ATOMICS):
             chain.atomic(ground.remote, op, values[number], number * size, bits=bits)
         chain.fetch_add(ground.remote, values[5], 5 * size, bits=bits)
         chain.compare_swap(ground.remote, before[6], values[6], 6 * size, bits=bits)
         chain.compare_swap(ground.remote, before[7] ^ 1, values[7], 7 * size, bits=bits)
         outcomes = await chain.run()
         assert [value_of(outcome) for outcome in outcomes] == before
-        results = [combine(before[n], values[n]) for n, combine in enumerate(operations.values())]
+        results = [combine(before[n], values[n]) for n, combine in enumerate(ATOMICS.values())]
         results += [before[5] + values[5], values[6], before[7]]
         expected = b"".join((result % 2**bits).to_bytes(size, "little") for result in results)
         assert ground.read(0, 8 * size) == expected

@@ -419,7 +419,7 @@ class Receiving:
 
     def move(self, message: Message, receive: Receive | None) -> None:
         """See :class:`_rules.tag_queue.Mover`."""
-        fresh, contents = receive is None, None
+        contents = None
         if receive is None:
             contents = new_bytes(message.length)
             pins = Pinned(contents)
@@ -428,17 +428,17 @@ class Receiving:
             pins = receive.pins
         verdict = self.port.receive(message.handle, pins)
         if verdict == Status.NO_MEMORY:  # nothing has happened
-            if fresh:
+            if contents is not None:
                 pins.release()
             raise error_from_status(verdict, "receiving a message", self.share.ending.origin)
         message.handle = max(verdict, 0)
         message.contents = contents
         message.state = MessageState.READY if verdict == 0 else MessageState.MOVING
         if verdict > 0:
-            self.engine.adopt(verdict, Transfer, self, verdict, message, pins, fresh)
+            self.engine.adopt(verdict, Transfer, self, verdict, message, pins)
             self.engine.submit()
             return
-        if fresh:
+        if contents is not None:
             pins.release()
         if verdict < 0:
             self.transfer_ended(message, verdict)
@@ -689,25 +689,24 @@ class PendingReceive(Pending):
 class Transfer(Operation):
     """A message on its way into memory; owns that memory if it is fresh. Else the receive owns the buffer."""
 
-    __slots__ = ("_fresh", "_memory", "_message", "_receiving")
+    __slots__ = ("_memory", "_message", "_receiving")
 
-    def __init__(self, receiving: Receiving, id: int, message: Message, memory: Pinned, fresh: bool) -> None:
+    def __init__(self, receiving: Receiving, id: int, message: Message, pins: Pinned) -> None:
         super().__init__(receiving.engine, id, None, f"receiving {message.length} bytes from {receiving.share.label}")
         self._receiving = receiving
         self._message = message
-        self._memory = memory
-        self._fresh = fresh
+        self._memory = None if message.contents is None else pins
 
     def complete(self, status: int, length: int, tag: int) -> None:
         self.release()
-        if self._fresh:
+        if self._memory is not None:
             self._memory.release()
         self.finish(Value(None))
         self._receiving.transfer_ended(self._message, status)
 
     def worker_destroyed(self) -> None:
         super().worker_destroyed()
-        if self._fresh:
+        if self._memory is not None:
             self._memory.release()
         self._receiving.transfer_ended(self._message, Status.CANCELED)
 

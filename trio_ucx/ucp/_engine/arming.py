@@ -15,7 +15,7 @@ parked, an event wakes that task alone. Without a leader, the event would wake t
 round of Trio's loop later.
 
 ====================  =======================================================================================
-ArmingState                 What progresses the worker next
+State                 What progresses the worker next
 ====================  =======================================================================================
 ``ARMED``             the task that waits for the descriptor, when it becomes readable
 ``DISARMED``          tasks that poll or run; one more waits for the descriptor, which announces only some events
