@@ -15,6 +15,7 @@ from samples import sample, some_worker
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._handshake import handshake as handshake_side
 from trio_ucx._native import ucx
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _connecting, _process
@@ -110,6 +111,24 @@ async def test_address_without_a_common_transport() -> None:
     async with ucp.open_worker(config={"TLS": "sm,self"}) as theirs, ucp.open_worker(config=config) as ours:
         with pytest.raises(OSError, match="one side's UCX has no error handling over shared memory"):
             await ours.open_endpoint(theirs.address)
+
+
+async def test_a_greeting_that_fails_at_once(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another host has the peer's address, and answers. The error says how UCX connects."""
+
+    def fail(share: Any, frame: bytes, tag: int) -> None:
+        raise share.error_of(Status.ENDPOINT_TIMEOUT, "sending a message")
+
+    monkeypatch.setattr(handshake_side, "post_bytes_send", fail)
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
+    async with listener, ucp.open_worker(config={"TLS": "tcp"}) as client:
+        with (
+            trio.fail_after(15),
+            pytest.raises(OSError, match="connecting to .* over UCX: .*its UCX listens") as caught,
+        ):
+            await trio_ucx.connect(listener.address, worker=client).__aenter__()
+    assert caught.value.errno == errno.ETIMEDOUT
+    assert isinstance(caught.value.__cause__, trio_ucx.UCXError)
 
 
 def test_release_of_the_peer() -> None:

@@ -39,7 +39,7 @@ from ..ucp._engine.waits import Signal
 from ..ucp._keys import KeyPair
 from ..ucp._quirks.address_layout import is_loopback
 from ..ucp._quirks.key_gate import Admission
-from ..ucp._status import os_error_from_status
+from ..ucp._status import UCXError, os_error_from_status
 from ..ucp._tag import post_bytes_send
 from .control_sockets import ControlSocket
 from .control_stream import (
@@ -348,7 +348,8 @@ class Handshake:
             try:
                 post_bytes_send(share, wire.encode_frame(wire.Hello()), (self.peer.connection_id << 32) | wire.CONTROL)
             except Exception as error:
-                self.fail(error)
+                cause = error.__cause__ or error
+                self.fail(self._not_connected(cause.status) if isinstance(cause, UCXError) else error)
                 self.check()
         self._open_if_ready()
         self.registry.engine.submit()
@@ -405,6 +406,10 @@ class Handshake:
 
     def _unreachable(self, number: int) -> OSError:
         return OSError(number, f"UCX cannot connect to {self.label}: {os.strerror(number)} ({self.route})")
+
+    def _not_connected(self, status: int) -> OSError:
+        """The exception for an endpoint that has failed with this UCX status."""
+        return os_error_from_status(status, f"connecting to {self.label} over UCX", f" ({self.route})")
 
     def under_way(self) -> list[Operation]:
         """The operations in flight at our endpoint, for the message of a timeout."""
@@ -508,8 +513,7 @@ class Handshake:
                 self.control.flush()
             self.fail(NeedsAnotherWorker(self.label))
         elif link.share.endpoint.gone:
-            hint = f" ({self.route})"
-            self.fail(os_error_from_status(error.status, f"connecting to {self.label} over UCX", hint))
+            self.fail(self._not_connected(error.status))
         else:  # the peer does not keep to the protocol, or there was an internal error
             failure = ConnectionError(errno.EIO, f"connecting with {self.label}: {error}")
             failure.__cause__ = error.__cause__
