@@ -601,20 +601,20 @@ class Side:
         if not self.can_send or self.write is not None or self.eof_sent:
             return
         self.writes.append((len(data), False))
-        sending = self.link.sending
+        sending, queue = self.link.sending, self.link.queues[wire.STREAM]
         try:
-            if 0 < len(data) <= stream.small_piece(sending.credit.window) and sending.send_short(wire.STREAM, data):
+            if 0 < len(data) <= stream.small_piece(sending.credit.window) and sending.send_short(queue, data):
                 self.writes[-1] = len(data), True
                 return
             view = memoryview(data)
-            written = sending.write_short(view)
+            written = sending.write_short(queue, view)
         except (MemoryError, trio.BrokenResourceError):
             return
         cut = stream.pieces(len(view), sending.credit.window, sending.credit.threshold, written)
 
         def submit(piece: slice) -> Any:
             self.link.check()
-            return sending.submit(wire.STREAM, view[piece])
+            return sending.submit(self.link.queues[wire.STREAM], view[piece])
 
         self.write = stream.Write(submit, cut)
         self.advance()
@@ -637,7 +637,7 @@ class Side:
     def send_eof(self) -> None:
         if self.can_send and self.write is None and not self.eof_sent:
             with suppress(MemoryError, trio.BrokenResourceError):
-                self.eof = self.link.sending.submit(wire.STREAM, b"")
+                self.eof = self.link.sending.submit(self.link.queues[wire.STREAM], b"")
                 self.eof_sent = True
 
     def read(self) -> None:
@@ -817,13 +817,16 @@ class World:
                 message.handle for message in messages if message.state is MessageState.HELD
             }
             out, into = self.other(side).link.sending.credit, side.link.receiving.credit
-            sends = {send.queue for send in out.waiting}
+            sends = {send.queue.written for send in out.waiting}
             receives = {queue.number for queue in side.link.receiving.queues.values() if queue.receives}
             assert not sends & receives, f"sends and receives of {sends & receives} wait for each other"
             if all(one.open and one.link.share.error is None for one in self.sides):
                 assert (out.sent, out.window - out.credit) == (into.received, into.outstanding)
-                assert out._admitted == into._admitted
-                assert all(last <= into.received for last in out._last.values())
+                here, there = side.link.queues.values(), self.other(side).link.queues.values()
+                admitted = {queue.number for queue in here if queue.admitted}
+                assert admitted == {queue.written for queue in there if queue.admitted_by_peer}
+                assert len(admitted) == out._admissions == into._admissions
+                assert all(queue.last <= into.received for queue in there)
 
     def check_errors(self) -> None:
         assert not internal_errors

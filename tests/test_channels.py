@@ -15,6 +15,7 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._link import Link, MessagePort, sending
 from trio_ucx._rules import wire
+from trio_ucx._rules.credit import MESSAGE_OVERHEAD
 from trio_ucx.testing import internals
 
 
@@ -30,7 +31,7 @@ async def nothing_is_left(*connections: trio_ucx.Connection) -> None:
     """No conversation, no queue of one, and what arrived was granted back or will be."""
     for connection in connections:
         conversations = link_of(connection).receiving.conversations
-        await until(lambda conversations=conversations: not conversations.channels)
+        await until(lambda conversations=conversations: not conversations.all())
         queues = link_of(connection).receiving.queues
         assert not [number for number in queues if number >= 2**31 + 2**29]
         assert connection.statistics().held == 0
@@ -139,7 +140,7 @@ async def test_waits_end_with_the_conversation(worker: ucp.Worker) -> None:
                     ended.append(type(error))
 
             await talk.send(b"y", max_unread=2)
-            while client.statistics().credit > 1000 + 288:
+            while client.statistics().credit > 1000 + MESSAGE_OVERHEAD:
                 await talk.send(bytes(1000))
             nursery.start_soon(ends, partial(talk.send, bytes(1000)))  # for credit
             nursery.start_soon(ends, partial(talk.send, b"z", max_unread=1))
@@ -232,7 +233,7 @@ async def test_conversations_that_nobody_accepts(worker: ucp.Worker) -> None:
         await until(lambda: server.statistics().messages_received == 3)
         for talk in (talks[0], talks[3]):  # one that the peer has heard of, and one that it has not
             await talk.aclose()
-        await until(lambda: len(link_of(client).receiving.conversations.channels) == 3)
+        await until(lambda: len(link_of(client).receiving.conversations.all()) == 3)
         first = await next_of(server)  # what was sent in order can be received
         assert [message async for message in first] == [bytes(1000)]
         with pytest.raises(KeyError):
@@ -255,8 +256,8 @@ async def test_requests_that_time_out_before_they_are_accepted_leave_nothing(wor
                     await talk.send(bytes(2000))
                     raise KeyError
             await client.ping()
-        await until(lambda: not link_of(client).receiving.conversations.channels)
-        assert link_of(server).receiving.unread_in(wire.UNACCEPTED) < 5 and server.statistics().held == 0
+        await until(lambda: not link_of(client).receiving.conversations.all())
+        assert link_of(server).queues[wire.UNACCEPTED].unread < 5 and server.statistics().held == 0
         async with client.open_conversation() as talk:
             await talk.send(b"x")
             assert await (await next_of(server)).receive() == b"x"
@@ -410,7 +411,7 @@ async def test_channel_over_a_tag(worker: ucp.Worker) -> None:
             with pytest.raises(RuntimeError, match="has not closed its end yet"):
                 client.channel(5)
             await there.aclose()
-            await until(lambda: not link_of(client).receiving.conversations.channels)
+            await until(lambda: not link_of(client).receiving.conversations.all())
         with pytest.raises(ValueError):
             client.channel(2**31)
 
@@ -507,7 +508,7 @@ async def test_ends_of_receive_any(worker: ucp.Worker) -> None:
             await server.receive_any([])
         with pytest.raises(ValueError):
             await server.receive_any([2**31])
-        while client.statistics().credit > 1000 + 288:
+        while client.statistics().credit > 1000 + MESSAGE_OVERHEAD:
             await client.send(bytes(1000), tag=1)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(client.send, b"admitted", tag=2))
@@ -541,7 +542,7 @@ async def test_receive_any_admits_and_drains(worker: ucp.Worker) -> None:
 
         nursery.start_soon(wait)
         await trio.testing.wait_all_tasks_blocked()
-        while client.statistics().credit > 1000 + 288:
+        while client.statistics().credit > 1000 + MESSAGE_OVERHEAD:
             await client.send(bytes(1000), tag=3)
         nursery.start_soon(partial(client.send, bytes(1000), tag=1))
         with trio.fail_after(15):
@@ -641,7 +642,7 @@ async def test_max_unread_of_ever_new_tags_is_forgotten(worker: ucp.Worker) -> N
         for tag in range(3000):
             await client.send(b"x", tag=tag, max_unread=5)
             await server.receive(tag=tag)
-        assert len(link_of(client).sending.unread._bounds) < 1500
+        assert len(link_of(client).queues) < 1500
 
 
 async def test_max_unread(worker: ucp.Worker) -> None:
@@ -655,7 +656,7 @@ async def test_max_unread(worker: ucp.Worker) -> None:
             with trio.move_on_after(0.02) as scope:
                 await client.send(b"cancelled", tag=1, max_unread=3)
             assert scope.cancelled_caught
-            await until(partial(link_of(client).sending.may_add, 2, 1))
+            await until(lambda: link_of(client).sending.may_add(link_of(client).queues[2], 1))
             client.send_nowait(b"other", tag=2, max_unread=1)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(partial(client.send, b"waited", tag=1, max_unread=3))
@@ -693,7 +694,7 @@ async def test_publisher_that_drops(worker: ucp.Worker) -> None:
             if message == b"end":
                 break
             received.append(int(message))
-            most = max(most, link_of(server).receiving.unread_in(0))
+            most = max(most, link_of(server).queues[0].unread)
             await trio.sleep(0.005)
         assert received == sent and len(sent) < 300 and most <= 5
 
@@ -746,7 +747,7 @@ async def test_closing_ends_waits_that_nothing_else_would_end(worker: ucp.Worker
 
 async def test_max_unread_counts_what_waits_for_credit(worker: ucp.Worker) -> None:
     async with open_pair(worker, window=8192) as (client, server):
-        while client.statistics().credit > 1000 + 288:
+        while client.statistics().credit > 1000 + MESSAGE_OVERHEAD:
             await client.send(bytes(1000), tag=3)
 
         async def send() -> None:
@@ -763,7 +764,7 @@ async def test_max_unread_counts_what_waits_for_credit(worker: ucp.Worker) -> No
                 for _ in range(6):
                     await server.wait_message(tag=1)
                     await trio.testing.wait_all_tasks_blocked(0.01)
-                    most = max(most, link_of(server).receiving.unread_in(1))
+                    most = max(most, link_of(server).queues[1].unread)
                     await server.receive(tag=1)
         assert most <= 2
 

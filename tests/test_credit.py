@@ -12,6 +12,7 @@ import trio
 import trio.testing
 from helpers import nothing_happens, open_pair, open_peer, pattern, until
 from refused_memory import few_allocations
+from samples import tag_queue
 
 from trio_ucx import ucp
 from trio_ucx._link import MessagePort
@@ -25,13 +26,31 @@ from trio_ucx._rules.credit import (
     SendCredit,
     cost,
 )
+from trio_ucx._rules.tag_queue import TagQueue
 from trio_ucx.ucp import Status
 
 
 @attrs.define(eq=False)
 class Send:
-    queue: int
+    queue: TagQueue
     size: int
+
+
+class Queues(dict[int, TagQueue]):
+    """One side's tag queues."""
+
+    def __missing__(self, number: int) -> TagQueue:
+        return self.setdefault(number, tag_queue(number))
+
+
+@pytest.fixture
+def ours() -> Queues:
+    return Queues()
+
+
+@pytest.fixture
+def theirs() -> Queues:
+    return Queues()
 
 
 def ready(out: SendCredit[Send]) -> list[object]:
@@ -47,30 +66,30 @@ def test_costs() -> None:
     assert cost(2**20, 0) == 2**20 + LARGE_OVERHEAD
 
 
-def test_credit_runs_out_and_comes_back() -> None:
+def test_credit_runs_out_and_comes_back(ours: Queues, theirs: Queues) -> None:
     out, into = SendCredit(4096, 0), ReceiveCredit(4096, 0)
     sent = 0
     size = 1024 - MESSAGE_OVERHEAD
-    while out.take(1, size):
-        into.arrived(1, size)
+    while out.take(ours[1], size):
+        into.arrived(theirs[1], size)
         sent += 1
     assert sent == 4 and out.credit == 0
-    send = Send(1, size)
+    send = Send(ours[1], size)
     out.wait(send)
     assert out.must_report() and not out.must_report()
     assert into.peer_stalled(0) == 0
-    granted = into.consumed(size) or into.found_empty(1)[0]
+    granted = into.consumed(size) or into.found_empty(theirs[1])[0]
     assert granted == 1024
     out.grant(granted, into.received)
     assert ready(out) == [send] and out.credit == 0
 
 
-def test_grants_to_a_fast_receiver_stay_few() -> None:
+def test_grants_to_a_fast_receiver_stay_few(ours: Queues, theirs: Queues) -> None:
     """STALLED that crosses a GRANT is answered with none. (Else each message came to have a GRANT of its own.)"""
     out, into = SendCredit(16_384, 0), ReceiveCredit(16_384, 0)
     size, count, grants, done = 1024 - LARGE_OVERHEAD, 2000, 0, 0
     for _ in range(count):
-        out.wait(Send(1, size))
+        out.wait(Send(ours[1], size))
     frames: list[tuple[int, int]] = []
     stalled: list[int] = []
     while done < count:
@@ -79,7 +98,7 @@ def test_grants_to_a_fast_receiver_stay_few() -> None:
             stalled.append(out.grants)
         arriving, frames = frames, []
         for _ in range(sent):
-            into.arrived(1, size)
+            into.arrived(theirs[1], size)
             if amount := into.consumed(size):
                 frames.append((amount, into.received))
         done += sent
@@ -92,22 +111,22 @@ def test_grants_to_a_fast_receiver_stay_few() -> None:
     assert grants <= count / 3
 
 
-def test_message_larger_than_the_window_goes_by_itself() -> None:
+def test_message_larger_than_the_window_goes_by_itself(ours: Queues) -> None:
     out = SendCredit[Send](4096, 0)
-    assert not out.take(1, LONE)  # it would be too much for a receiver that does not wait
-    assert out.take(1, 60_000) and out.credit < 0
+    assert not out.take(ours[1], LONE)  # it would be too much for a receiver that does not wait
+    assert out.take(ours[1], 60_000) and out.credit < 0
     for size in (60_000, 1):
-        out.wait(Send(2, size))
+        out.wait(Send(ours[2], size))
     out.grant(60_000, 1)
     assert not ready(out)
     out.grant(LARGE_OVERHEAD, 1)
     assert [send.size for send in ready(out)] == [60_000]  # type: ignore[attr-defined]
 
 
-def test_nobody_overtakes_within_a_queue_nor_starves_a_large_message() -> None:
+def test_nobody_overtakes_within_a_queue_nor_starves_a_large_message(ours: Queues) -> None:
     out = SendCredit(4096, 0)
-    assert out.take(1, 3000)
-    large, small, other = Send(1, 2000), Send(1, 1), Send(2, 1)
+    assert out.take(ours[1], 3000)
+    large, small, other = Send(ours[1], 2000), Send(ours[1], 1), Send(ours[2], 1)
     for send in (large, small, other):
         assert not out.take(send.queue, send.size)
         out.wait(send)
@@ -115,61 +134,61 @@ def test_nobody_overtakes_within_a_queue_nor_starves_a_large_message() -> None:
     assert ready(out) == [large, small, other]
 
 
-def test_admitted_queue_overtakes() -> None:
+def test_admitted_queue_overtakes(ours: Queues, theirs: Queues) -> None:
     out, into = SendCredit(4096, 0), ReceiveCredit(4096, 0)
-    assert out.take(1, 4096 - LARGE_OVERHEAD)
-    into.arrived(1, 4096 - LARGE_OVERHEAD)
-    blocked, wanted, second = Send(1, 100), Send(2, 9000), Send(2, 1)
+    assert out.take(ours[1], 4096 - LARGE_OVERHEAD)
+    into.arrived(theirs[1], 4096 - LARGE_OVERHEAD)
+    blocked, wanted, second = Send(ours[1], 100), Send(ours[2], 9000), Send(ours[2], 1)
     for send in (blocked, wanted, second):
         out.wait(send)
     assert out.must_report() and into.peer_stalled(0) == 0
-    assert into.found_empty(2) == (0, True)
-    assert into.found_empty(2) == (0, False)
-    out.admit(2, into.received)
+    assert into.found_empty(theirs[2]) == (0, True)
+    assert into.found_empty(theirs[2]) == (0, False)
+    out.admit(ours[2], into.received)
     assert ready(out) == [wanted] and out.credit < 0
-    into.arrived(2, 9000)
+    into.arrived(theirs[2], 9000)
 
 
-def test_admission_is_void_when_a_message_is_on_its_way() -> None:
+def test_admission_is_void_when_a_message_is_on_its_way(ours: Queues) -> None:
     out = SendCredit(4096, 0)
-    assert out.take(2, 4096 - LARGE_OVERHEAD)
-    out.admit(2, 0)
-    assert not out.take(2, 100)
-    out.admit(2, 1)
-    assert out.take(2, 100)
+    assert out.take(ours[2], 4096 - LARGE_OVERHEAD)
+    out.admit(ours[2], 0)
+    assert not out.take(ours[2], 100)
+    out.admit(ours[2], 1)
+    assert out.take(ours[2], 100)
 
 
-def test_message_that_was_not_sent_leaves_no_trace() -> None:
+def test_message_that_was_not_sent_leaves_no_trace(ours: Queues, theirs: Queues) -> None:
     out, into = SendCredit(4096, 0), ReceiveCredit(4096, 0)
-    assert out.take(1, 1000) and out.take(2, 1000)
+    assert out.take(ours[1], 1000) and out.take(ours[2], 1000)
     before = out.credit
     for queue in (1, 3):
-        assert out.take(queue, 1000)
-        out.take_back(queue, 1000)
-        assert out.take_short(queue, 100)
-        out.take_back(queue, 100)
+        assert out.take(ours[queue], 1000)
+        out.take_back(ours[queue], 1000)
+        assert out.take_short(ours[queue], 100)
+        out.take_back(ours[queue], 100)
     assert (out.credit, out.sent) == (before, 2)
     for queue in (1, 2):
-        into.arrived(queue, 1000)
-    out.admit(1, into.received)
-    out.admit(3, into.received)
+        into.arrived(theirs[queue], 1000)
+    out.admit(ours[1], into.received)
+    out.admit(ours[3], into.received)
     for queue in (1, 3):  # the admission is not used up, either
-        assert out.take(queue, 9000)
-        out.take_back(queue, 9000)
-        assert out.take(queue, 9000)
-        assert not out.take(queue, 9000)
+        assert out.take(ours[queue], 9000)
+        out.take_back(ours[queue], 9000)
+        assert out.take(ours[queue], 9000)
+        assert not out.take(ours[queue], 9000)
     assert out.sent == 4
 
 
 @pytest.mark.sample(30)
 @pytest.mark.parametrize("seed", range(200))
-def test_random_programs_deliver_everything_within_the_window(seed: int) -> None:
+def test_random_programs_deliver_everything_within_the_window(ours: Queues, theirs: Queues, seed: int) -> None:
     """Two halves joined by queues, with messages and frames at random speeds; nothing stalls for ever."""
     chance = random.Random(seed)
     window = chance.choice([4096, 10_000])
     out, into = SendCredit(window, 0), ReceiveCredit(window, 0)
-    to_send = [Send(chance.randrange(4), chance.choice([0, 10, 1000, 3000, 12_000])) for _ in range(60)]
-    expected = {queue: [t.size for t in to_send if t.queue == queue] for queue in range(4)}
+    to_send = [Send(ours[chance.randrange(4)], chance.choice([0, 10, 1000, 3000, 12_000])) for _ in range(60)]
+    expected = {queue: [t.size for t in to_send if t.queue is ours[queue]] for queue in range(4)}
     got: dict[int, list[int]] = {queue: [] for queue in range(4)}
     wire: list[Send] = []
     unread: dict[int, list[int]] = {queue: [] for queue in range(4)}
@@ -195,30 +214,31 @@ def test_random_programs_deliver_everything_within_the_window(seed: int) -> None
                 report()
         elif action == 1 and wire:
             send = wire.pop(0)
-            was_admitted = send.queue in into._admitted
-            into.arrived(send.queue, send.size)
+            queue = theirs[send.queue.number]
+            was_admitted = queue.admitted
+            into.arrived(queue, send.size)
             came_alone = into.outstanding == cost(send.size, 0) <= LONE
             assert was_admitted or came_alone or into.outstanding <= window
-            unread[send.queue].append(send.size)
+            unread[queue.number].append(send.size)
         elif action == 2 and back:
             kind, value, received = back.pop(0)
-            out.grant(value, received) if kind == "grant" else out.admit(value, received)
+            out.grant(value, received) if kind == "grant" else out.admit(ours[value], received)
             wire.extend(ready(out))  # type: ignore[arg-type]
             if out.waiting:
                 report()
         elif action == 3 and stalls:
             grant(into.peer_stalled(stalls.pop(0)))
         elif action == 4:
-            queue = chance.choice([0, 0, 0, 1, 2, 3])
-            if len(got[queue]) < len(expected[queue]):
-                if unread[queue]:
-                    got[queue].append(unread[queue].pop(0))
-                    grant(into.consumed(got[queue][-1]))
+            number = chance.choice([0, 0, 0, 1, 2, 3])
+            if len(got[number]) < len(expected[number]):
+                if unread[number]:
+                    got[number].append(unread[number].pop(0))
+                    grant(into.consumed(got[number][-1]))
                 else:
-                    amount, admit = into.found_empty(queue)
+                    amount, admit = into.found_empty(theirs[number])
                     grant(amount)
                     if admit:
-                        back.append(("admit", queue, into.received))
+                        back.append(("admit", number, into.received))
         admitted = sum(size for sizes in unread.values() for size in sizes[-1:])
         assert sum(map(sum, unread.values())) <= window + admitted
         if got == expected:

@@ -98,6 +98,7 @@ BAD_FRAMES = {
     ),
     "batch of control frames": (wire.BATCH, wire.PACKED_HEAD.pack(wire.CONTROL, 1, 2) + b"\x02\x02"),
     "end of a reserved kind": (wire.CONTROL, b"\x06"),
+    "permission for a reserved queue": (wire.CONTROL, wire.encode_frame(wire.Admit(wire.BATCH, 0))),
     "reserved queue": (wire.LONG + 1, b"x"),
     "cut off batch": (wire.BATCH, wire.PACKED_HEAD.pack(1, 8, 3) + bytes(20)),
     "no head of packed messages": (wire.BATCH, wire.PACKED_HEAD.pack(1, 8, 1) + bytes(12)),

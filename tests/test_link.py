@@ -313,25 +313,25 @@ def gives_a_message_twice(method: Callable[..., Any], queue: TagQueue, data: byt
 
 
 @fault(SendCredit, "take_back")
-def keeps_the_credit_of_a_refused_message(method: Callable[..., Any], credit: SendCredit[Any], *message: int) -> None:
+def keeps_the_credit_of_a_refused_message(method: Callable[..., Any], credit: SendCredit[Any], *message: Any) -> None:
     credit.sent -= 1
 
 
 @fault(SendCredit, "take_back")
 def keeps_the_number_of_a_refused_message(
-    method: Callable[..., Any], credit: SendCredit[Any], queue: int, size: int
+    method: Callable[..., Any], credit: SendCredit[Any], queue: TagQueue, size: int
 ) -> None:
-    last = credit._last[queue]
+    last = queue.last
     method(credit, queue, size)
-    credit._last[queue] = last
+    queue.last = last
 
 
 @fault(SendCredit, "take_back")
 def forgets_the_admission_of_a_refused_message(
-    method: Callable[..., Any], credit: SendCredit[Any], queue: int, size: int
+    method: Callable[..., Any], credit: SendCredit[Any], queue: TagQueue, size: int
 ) -> None:
     method(credit, queue, size)
-    credit._admitted.discard(queue)
+    credit.void_admission(queue)
 
 
 @fault(Sending, "withdraw_stream")
@@ -432,22 +432,22 @@ def test_both_sides_leave_a_conversation_at_once(world: World, by_force: bool, w
     numbers = set()
     for _ in range(3):
         talk = a.conversations.open()
-        numbers.add(talk.into)
-        assert sending.send_short(talk.out, b"request")
+        numbers.add(talk.queue.number)
+        assert sending.send_short(talk.queue, b"request")
         world.run(act=False)
-        [number] = b.conversations.channels
-        answer = b.conversations.accept(number)
-        assert answer is not None and b.take_ready(number, 100) == b"request"
-        assert world.sides[1].link.sending.send_short(answer.out, b"answer")
+        [begun] = b.conversations.all()
+        answer = b.conversations.accept(begun.queue.number)
+        assert answer is not None and b.take_ready(answer.queue.number, 100) == b"request"
+        assert world.sides[1].link.sending.send_short(answer.queue, b"answer")
         world.run(act=False)
-        receive = a.receive(talk.into, Want.BYTES)
+        receive = a.receive(talk.queue.number, Want.BYTES)
         assert receive.result() == b"answer"
         if waits:
             while not sending.credit.waiting:
                 world.sides[0].send(0, 5000)
             for send in list(sending.credit.waiting):
                 send.cancel()
-            last = sending.submit(talk.out, bytes(5000))
+            last = sending.submit(talk.queue, bytes(5000))
             assert last is not None and last in sending.credit.waiting
             world.sides[0].send(1, 300)  # there is room for it
         b.conversations.leave(answer, by_force=by_force)
@@ -456,7 +456,7 @@ def test_both_sides_leave_a_conversation_at_once(world: World, by_force: bool, w
         world.sides[0].transport.busy = False
         world.run(act=waits)
         for receiving in (a, b):
-            assert not receiving.conversations.channels and talk.into not in receiving.queues
+            assert not receiving.conversations.all() and talk.queue.number not in receiving.queues
     assert len(numbers) == 1
     world.check_errors()
 
@@ -586,7 +586,7 @@ def test_bytes_whose_send_is_not_recorded_are_kept(world: World, queue: int) -> 
         if queue == wire.CONTROL:
             sending.post_frame(frame)
         else:
-            sending.send_short(queue, data)
+            sending.send_short(a.link.queues[queue], data)
     [(_, arguments)] = a.engine.teardown.unrecorded.values()
     assert (wire.encode_frame(frame) if queue == wire.CONTROL else data) in arguments
     assert not a.engine.in_flight

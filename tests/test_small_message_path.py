@@ -100,6 +100,8 @@ def transports() -> str:
 
 async def test_out(worker: ucp.Worker) -> None:
     async with open_pair(worker) as (client, server):
+        await client.send(b"the tag queue exists from now on")
+        await server.receive()
         for data in (b"8 bytes.", b"", bytes(1024), bytes(4096)):
             await trio.sleep(0.001)  # else it would follow closely, and join a batch
             with Recorded(SEND, until="tu_tag_send_one") as path:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
 from helpers import Rounds, open_pair, resident, until
+from samples import tag_queue
 from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._link.message_port import MessagePort
-from trio_ucx._link.receiving import IDLE_QUEUES, Receiving, Transfer
+from trio_ucx._link.receiving import Receiving, Transfer
+from trio_ucx._link.tag_queues import IDLE_QUEUES, TagQueues
 from trio_ucx._rules import credit as _credit
+from trio_ucx._rules import wire
 from trio_ucx._rules.credit import ReceiveCredit, SendCredit
+from trio_ucx._rules.tag_queue import Mover, TagQueue
+from trio_ucx._rules.unread import UnreadThere
 from trio_ucx.ucp import Status
 
 Receive = Callable[[trio_ucx.Connection], Awaitable[Any]]
@@ -184,21 +189,21 @@ async def test_idle_tags_are_forgotten(worker: ucp.Worker, rounds: Rounds) -> No
             if tag == 2000:
                 before = resident()
         assert resident() - before < 4 * 2**20
-        receiving, credit = server._link.receiving, client._link.sending.credit
-        assert len(receiving.queues) <= IDLE_QUEUES + 1
-        assert len(receiving._awaited) <= IDLE_QUEUES + 1
-        assert len(credit._last) <= 2 * _credit._REMEMBERED_QUEUES and not credit._admitted and not credit._lines
+        assert len(server._link.queues) <= IDLE_QUEUES + 1
+        assert len(server._link.queues.awaited) <= IDLE_QUEUES + 1
+        queues = client._link.queues.values()  # it learns only now and then what the server has
+        assert len(queues) <= 2048 and not any(queue.admitted_by_peer or queue.line for queue in queues)
 
 
 class Send:
-    def __init__(self, queue: int) -> None:
+    def __init__(self, queue: TagQueue) -> None:
         self.queue, self.size = queue, 4
 
 
 def test_sends_that_wait_are_found_at_once() -> None:
     """Whatever the order in which their tags are admitted. (Looking through all of them took 20 s for so many.)"""
     out: SendCredit[Send] = SendCredit(4096, 0)
-    sends = [Send(queue) for queue in range(20_000)]
+    sends = [Send(tag_queue(tag)) for tag in range(20_000)]
     with Stopwatch(2):
         for send in sends:
             out.wait(send)
@@ -212,19 +217,20 @@ def test_sends_that_wait_are_found_at_once() -> None:
         for send in sends[1:5000:2]:
             out.grant(out.window - out.credit, 0)
             assert out.next_ready() is send
-    assert not out.waiting and not out._lines and not out._overtaking
+    assert not out.waiting and not any(send.queue.line for send in sends) and not out._overtaking
 
 
 def test_sends_that_were_cancelled_leave_nothing() -> None:
     """Also a send behind one on the same tag that goes on waiting."""
     out: SendCredit[Send] = SendCredit(4096, 0)
-    first = Send(1)
+    queue = tag_queue(1)
+    first = Send(queue)
     out.wait(first)
     for _ in range(100):
-        send = Send(1)
+        send = Send(queue)
         out.wait(send)
         out.withdraw(send)
-    assert list(out.waiting) == [first] and len(out._lines[1]) == 1
+    assert list(out.waiting) == [first] and len(queue.line) == 1
 
 
 def test_receives_that_were_cancelled_at_many_tags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,15 +238,60 @@ def test_receives_that_were_cancelled_at_many_tags(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_credit, "MAX_ADMISSIONS", 100)
     out: SendCredit[Send] = SendCredit(4096, 0)
     into = ReceiveCredit(4096, 0)
-    while out.take(0, 1000):
-        into.arrived(0, 1000)
+    ours, theirs = [[tag_queue(tag) for tag in range(200)] for _ in range(2)]
+    while out.take(ours[0], 1000):
+        into.arrived(theirs[0], 1000)
     assert into.peer_stalled(0) == 0
-    for tag in range(1, 200):
-        if into.found_empty(tag)[1]:
-            out.admit(tag, into.received)
-    assert out.take(1, 1000) and not out.take(199, 1000)
-    into.arrived(1, 1000)
-    assert into.found_empty(199)[1]
+    for sender, receiver in zip(ours[1:], theirs[1:], strict=True):
+        if into.found_empty(receiver)[1]:
+            out.admit(sender, into.received)
+    assert out.take(ours[1], 1000) and not out.take(ours[199], 1000)
+    into.arrived(theirs[1], 1000)
+    assert into.found_empty(theirs[199])[1]
+
+
+def test_a_peer_cannot_admit_more_tags_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_credit, "MAX_ADMISSIONS", 10)
+    out: SendCredit[Send] = SendCredit(4096, 0)
+    queues = [tag_queue(tag) for tag in range(11)]
+    for queue in [*queues[:10], queues[3]]:
+        out.admit(queue, 0)
+    with pytest.raises(wire.ProtocolError, match="more than 10 tag queues"):
+        out.admit(queues[10], 0)
+
+
+def wait_there(queue: TagQueue, out: SendCredit[Any]) -> None:
+    out.wait(Send(queue))
+
+
+#: What may be known of a tag queue that is empty.
+KNOWN: dict[str, Callable[[TagQueue, SendCredit[Any]], object]] = {
+    "a message is on its way": lambda queue, out: out.take(queue, 1),
+    "a send waits": wait_there,
+    "the peer has admitted a message": lambda queue, out: out.admit(queue, 0),
+    "a message was admitted": lambda queue, out: setattr(queue, "admitted", True),
+    "a channel uses it": lambda queue, out: setattr(queue, "channel", object()),
+    "the peer may have some unread": lambda queue, out: setattr(queue, "unread_there", UnreadThere()),
+    "it has failed": lambda queue, out: queue.close(EOFError()),
+}
+
+
+@pytest.mark.parametrize("known", KNOWN)
+def test_what_is_known_of_a_tag_is_not_forgotten(known: str) -> None:
+    """While other tags come and go; and what the peer may have unread is asked, so that it can be forgotten."""
+    out: SendCredit[Any] = SendCredit(2**20, 0)
+    asked = []
+    queues = TagQueues(cast(Mover, None), out, asked.append)
+    kept = [queues[tag] for tag in range(100)]
+    for queue in kept:
+        KNOWN[known](queue, out)
+    for tag in range(100, 5000):
+        queues.forget_if_idle(queues[tag])
+    for tag in range(5000, 10_000):
+        assert not queues[tag].receives
+    assert all(queues[queue.number] is queue for queue in kept)
+    assert len(queues) < 1000
+    assert set(asked) == (set(kept) if queue.unread_there else set())
 
 
 async def test_tags_received_in_another_order(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import trio_ucx
 from trio_ucx._link.buffers import PackedMessages
 from trio_ucx._link.receiving import PendingReceive
 from trio_ucx._rules import tag_queue as _tag_queue
+from trio_ucx._rules import wire
 from trio_ucx._rules.tag_queue import Message, MessageState, Receive, TagQueue, Want
 from trio_ucx.ucp._engine.ending import Ending
 from trio_ucx.ucp._memory.buffers import Pinned
@@ -31,9 +32,6 @@ class Mover:
         self.discarded: list[Message] = []
         self.given_up: list[Message] = []
         self.detached_receives: set[Receive] = set()
-
-    def forget_idle(self, queue: TagQueue) -> None:
-        pass
 
     def move(self, message: Message, receive: Receive | None) -> None:
         if receive is None:
@@ -108,7 +106,7 @@ def test_small_messages_are_moved_at_once_and_kept() -> None:
     assert queue.ready_now() is not None
     receive, buffer = into(queue, 5)
     assert (value(receive), buffer) == (3, b"\7\7\7\0\0")
-    assert queue.idle and is_free(buffer)
+    assert queue.empty and is_free(buffer)
 
 
 def test_large_messages_wait_for_a_receive_and_go_to_its_buffer() -> None:
@@ -218,7 +216,7 @@ def test_too_long_messages_are_dropped_and_both_lengths_named() -> None:
     with pytest.raises(trio_ucx.UCXError, match="3 bytes .* has 2"):
         value(receive)
     assert [message.handle for message in mover.discarded] == [1] == [m.handle for m in mover.consumed_ones]
-    assert is_free(buffer) and queue.idle
+    assert is_free(buffer) and queue.empty
 
 
 def test_failed_transfer() -> None:
@@ -432,7 +430,7 @@ def test_random_programs_lose_nothing(seed: int) -> None:
     for receive, _ in waiting:
         receive.cancel()
     assert got == [bytes([number]) * (number % 5 + 1) for number in range(1, arrived + 1)]
-    assert queue.idle and not mover.detached_receives
+    assert queue.empty and not mover.detached_receives
     assert all(is_free(buffer) for buffer in buffers)
 
 
@@ -460,7 +458,7 @@ def test_packed_messages_keep_their_order_with_others() -> None:
     queue.packed_arrived(packed(b"aa", b"bb", b"cc"))
     queue.packed_arrived(packed(b"ddd"))
     queue.arrived(1, 5, whole=True)
-    assert not queue.idle and len(mover.moving) == 1
+    assert not queue.empty and len(mover.moving) == 1
     mover.finish()
     queue.packed_arrived(packed(b"e", b"f"))
     assert take_ready(queue, 2) == b"aa"
@@ -472,7 +470,7 @@ def test_packed_messages_keep_their_order_with_others() -> None:
     queue.packed_arrived(packed(b"gg", b"hh"))
     assert value(receives[6]) == b"gg"
     assert take_ready(queue, 2) == b"hh"
-    assert queue.idle
+    assert queue.empty
 
 
 def test_packed_messages_for_receives_of_every_kind() -> None:
@@ -491,7 +489,7 @@ def test_packed_messages_for_receives_of_every_kind() -> None:
     assert value(whole) == b"six"
     queue.unpack()
     assert value(wait(queue, Want.BYTES, 3)) == b"ten"
-    assert queue.idle
+    assert queue.empty
     queue.packed_arrived(packed(b"more"))
     assert take_ready(queue, 2) is None, "too long: left to a receive, which says so"
     assert queue.ready_now() is not None
@@ -511,11 +509,11 @@ def test_unread_packed_messages_keep_little_memory() -> None:
 
 def test_packed_messages_of_a_queue_that_failed_or_closed() -> None:
     mover = Mover()
-    queue = TagQueue(1, mover, stream=True)
+    queue = TagQueue(wire.STREAM, mover)
     queue.arrived(1, 5, whole=False)
     queue.lose(trio.BrokenResourceError())
     assert queue.packed_arrived(packed(b"x", b"y")) == 2, "nothing is delivered behind what is missing"
-    assert queue.idle is False and queue.packed is None
+    assert queue.empty is False and queue.packed is None
     other = TagQueue(2, mover)
     other.packed_arrived(packed(b"x"))
     other.close(trio.ClosedResourceError())

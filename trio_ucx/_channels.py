@@ -81,9 +81,9 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check_send()
         if max_unread is not None:
-            await link.wait_unread(self._talk.out, check_max_unread(max_unread))
+            await link.wait_unread(self._talk.queue.number, check_max_unread(max_unread))
             self._check_send()
-        await link.send(self._talk.out, value)
+        await link.send(self._talk.queue.number, value)
 
     @enable_ki_protection
     def send_nowait(self, value: Buffer, *, max_unread: int | None = None) -> None:
@@ -97,7 +97,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         """
         link = self._connection._link
         self._check_send()
-        link.send_nowait(self._talk.out, value, None if max_unread is None else check_max_unread(max_unread))
+        link.send_nowait(self._talk.queue.number, value, None if max_unread is None else check_max_unread(max_unread))
 
     @enable_ki_protection
     async def receive(self, *, max_size: int | None = None) -> bytes:
@@ -115,13 +115,13 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         limit = link.receiving.max_message_size if max_size is None else check_max_size(max_size)
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
-        return await link.receive(self._talk.into, limit)
+        return await link.receive(self._talk.queue.number, limit)
 
     def _take_ready(self) -> bytes | None:
         """Takes the next message if it is there; see :meth:`Receiving.take_ready`."""
         self._check()
         receiving = self._connection._link.receiving
-        return receiving.take_ready(self._talk.into, receiving.max_message_size)
+        return receiving.take_ready(self._talk.queue.number, receiving.max_message_size)
 
     @enable_ki_protection
     async def receive_into(self, buffer: WritableBuffer) -> int:
@@ -133,7 +133,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
-        return await self._connection._link.receive_into(self._talk.into, buffer)
+        return await self._connection._link.receive_into(self._talk.queue.number, buffer)
 
     @enable_ki_protection
     def receive_nowait(self, *, max_size: int | None = None) -> bytes:
@@ -147,7 +147,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         receiving = self._connection._link.receiving
         limit = receiving.max_message_size if max_size is None else check_max_size(max_size)
         self._check()
-        return receiving.receive_nowait(self._talk.into, limit)
+        return receiving.receive_nowait(self._talk.queue.number, limit)
 
     @enable_ki_protection
     async def aclose(self) -> None:
@@ -184,5 +184,5 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
 
     def __repr__(self) -> str:
         state = "closed" if self._talk.left else "left by the peer" if self._talk.peer_left else "open"
-        name = "conversation" if self._talk.into > UNACCEPTED else f"channel with tag {self._talk.into}"
+        name = "conversation" if self._talk.queue.number > UNACCEPTED else f"channel with tag {self._talk.queue.number}"
         return f"<{name} of {self._connection!r}, {state}>"

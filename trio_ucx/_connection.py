@@ -187,11 +187,12 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         if max_unread is not None:
             await link.wait_unread(tag, check_max_unread(max_unread))
         # As Link.send, without the call: every message passes here.
-        sent = link.sending.send_short(tag, data)
+        queue = link.queues[tag]
+        sent = link.sending.send_short(queue, data)
         if sent is True:
             await link.engine.waiting.schedule_point()
         else:
-            await completed(sent or link.sending.submit(tag, data), link.engine)
+            await completed(sent or link.sending.submit(queue, data), link.engine)
 
     @enable_ki_protection
     def send_nowait(self, data: Buffer, *, tag: int = 0, max_unread: int | None = None) -> None:
@@ -421,9 +422,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     def _submit_send(self, data: Buffer, tag: int) -> Pending | None:
         tag = check_tag(tag)
         self._link.check()
-        sending = self._link.sending
-        sent = sending.send_short(tag, data)
-        return None if sent is True else sent or sending.submit(tag, data)
+        sending, queue = self._link.sending, self._link.queues[tag]
+        sent = sending.send_short(queue, data)
+        return None if sent is True else sent or sending.submit(queue, data)
 
     def _submit_receive_into(self, buffer: WritableBuffer, tag: int) -> Pending:
         tag = check_tag(tag)
@@ -464,18 +465,18 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             short = type(data) in (bytes, bytearray, memoryview) and 0 < len(data) <= stream.small_piece(
                 sending.credit.window
             )
-            if short and sending.send_short(wire.STREAM, data):
+            if short and sending.send_short(link.queues[wire.STREAM], data):
                 await link.engine.waiting.schedule_point()
                 return
             sending.check()
             waited = False
             check_elements(data, "send")
             with memoryview(data) as view, view.cast("B") as flat:
-                written = sending.write_short(flat)
+                written = sending.write_short(link.queues[wire.STREAM], flat)
 
                 def submit(piece: slice) -> Pending | None:
                     link.check()  # another task may have closed since the last piece
-                    return sending.submit(wire.STREAM, flat[piece])
+                    return sending.submit(link.queues[wire.STREAM], flat[piece])
 
                 cut = stream.pieces(len(flat), sending.credit.window, sending.credit.threshold, written)
                 write = stream.Write(submit, cut)
@@ -499,7 +500,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         with self._sending:
             await trio.lowlevel.checkpoint()
             self._check_stream()
-            await self._link.sending.wait_room(wire.STREAM)
+            await self._link.wait_stream_room()
             self._check_stream()
             self._link.sending.check()
 
@@ -519,7 +520,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             if self._eof_sent:
                 await trio.lowlevel.checkpoint()
                 return
-            pending = self._link.sending.submit(wire.STREAM, b"")
+            pending = self._link.sending.submit(self._link.queues[wire.STREAM], b"")
             self._eof_sent = True
             try:
                 await completed(pending, self._link.engine)

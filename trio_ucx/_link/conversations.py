@@ -18,8 +18,11 @@ import trio
 
 from .._errors import PeerClosed, PeerLost
 from .._rules import wire
+from .._rules.credit import ReceiveCredit
+from .._rules.tag_queue import TagQueue
 from ..ucp._status import Origin, about
 from .sending import Sending
+from .tag_queues import TagQueues
 
 
 @attrs.define(eq=False)
@@ -27,15 +30,14 @@ class ChannelState:
     """One channel.
 
     Attributes:
-        into, out: the tag queues that this side reads, and writes to.
+        queue: its tag queue, which has it as its ``channel``.
         origin: marks the errors that say that the peer has left it.
         left, peer_left: whether this side, and the peer, have left it.
         by_force: whether the peer's block was left by an exception.
         accepted: whether a user has it.
     """
 
-    into: int
-    out: int
+    queue: TagQueue
     origin: Origin
     left: bool = False
     peer_left: bool = False
@@ -71,35 +73,34 @@ class OpenChannels:
 
     Args:
         end: ends the receives of a tag queue for which no message will arrive.
-        drop: drops what is in a tag queue, and what will arrive there; its receives get the error.
-        forget: forgets a tag queue, which can be used anew.
         announce: tells that the peer has begun a conversation.
     """
 
     def __init__(
         self,
+        queues: TagQueues,
         sending: Sending,
+        receive_credit: ReceiveCredit,
         *,
-        end: Callable[[int], None],
-        drop: Callable[[int, Exception], None],
-        forget: Callable[[int], None],
+        end: Callable[[TagQueue], None],
         announce: Callable[[int], None],
     ) -> None:
-        #: By the tag queue that is read.
-        self.channels: dict[int, ChannelState] = {}
+        self._queues = queues
         self._sending = sending
+        self._receive_credit = receive_credit
         self._end = end
-        self._drop = drop
-        self._forget = forget
         self._announce = announce
         #: Those that were announced, and that nobody has taken or found gone.
         self._announced: set[int] = set()
         self._free: list[int] = []
         self._next = 0
 
-    def _add(self, into: int, out: int, *, accepted: bool = True) -> ChannelState:
-        talk = self.channels[into] = ChannelState(into, out, Origin(self._sending.ending.origin), accepted=accepted)
+    def _add(self, queue: TagQueue, *, accepted: bool = True) -> ChannelState:
+        talk = queue.channel = ChannelState(queue, Origin(self._sending.ending.origin), accepted=accepted)
         return talk
+
+    def all(self) -> list[ChannelState]:
+        return [queue.channel for queue in list(self._queues.values()) if queue.channel is not None]
 
     def open(self) -> ChannelState:
         """Opens a conversation. The peer learns of it with the first message."""
@@ -110,7 +111,7 @@ class OpenChannels:
             if number == wire.MAX_CONVERSATIONS:
                 raise RuntimeError(f"{number} conversations are open on this connection: leave those that have ended")
             self._next += 1
-        return self._add(wire.ANSWERS + number, wire.CONVERSATIONS + number)
+        return self._add(self._queues[wire.ANSWERS + number])
 
     def over_tag(self, tag: int) -> ChannelState:
         """The channel over a user's tag.
@@ -119,7 +120,8 @@ class OpenChannels:
             RuntimeError: this side has left the last one, and the peer has not.
             trio.BrokenResourceError: the same, and the peer has gone.
         """
-        talk = self.channels.get(tag) or self._add(tag, tag)
+        queue = self._queues[tag]
+        talk: ChannelState = queue.channel or self._add(queue)
         if talk.left:
             self._sending.check()
             raise RuntimeError(
@@ -128,25 +130,27 @@ class OpenChannels:
             )
         return talk
 
-    def begun(self, into: int) -> None:
-        """A message arrived in a tag queue of conversations.
+    def arrived(self, number: int) -> None:
+        """A message arrived in a tag queue of conversations: one that is not open begins.
 
         Raises:
             wire.ProtocolError: it belongs to none.
         """
-        if into in self.channels:
+        queue = self._queues.get(number)
+        if queue is not None and queue.channel is not None:
             return
-        if into >= wire.ANSWERS:
-            raise wire.ProtocolError(f"a message for the conversation {into - wire.ANSWERS}, which is not open")
-        self._add(into, into - wire.CONVERSATIONS + wire.ANSWERS, accepted=False)
-        if into not in self._announced:  # else an earlier one with this number was left before anybody took it
-            self._announced.add(into)
-            self._announce(into)
+        if number >= wire.ANSWERS:
+            raise wire.ProtocolError(f"a message for the conversation {number - wire.ANSWERS}, which is not open")
+        self._add(self._queues[number], accepted=False)
+        if number not in self._announced:  # else an earlier one with this number was left before anybody took it
+            self._announced.add(number)
+            self._announce(number)
 
-    def accept(self, into: int) -> ChannelState | None:
+    def accept(self, number: int) -> ChannelState | None:
         """A user takes a conversation of the peer's; None if the peer has left it meanwhile."""
-        self._announced.discard(into)
-        talk = self.channels.get(into)
+        self._announced.discard(number)
+        queue = self._queues.get(number)
+        talk: ChannelState | None = None if queue is None else queue.channel
         if talk is None or talk.accepted:
             return None
         talk.accepted = True
@@ -159,43 +163,45 @@ class OpenChannels:
         talk.left = True
         error = trio.ClosedResourceError("this channel was closed")
         self._end_sends(talk, error)
-        self._sending.add_frame(wire.Leave(talk.out, by_force))
-        self._drop(talk.into, error)  # after LEAVE: it gives credit back, which the peer must not spend here
+        self._sending.add_frame(wire.Leave(talk.queue.written, by_force))
+        talk.queue.drop_all(error)  # after LEAVE: it gives credit back, which the peer must not spend here
         self._free_if_over(talk)
 
-    def peer_left(self, into: int, *, by_force: bool) -> None:
+    def peer_left(self, number: int, *, by_force: bool) -> None:
         """LEAVE arrived.
 
         Raises:
             wire.ProtocolError: there is no such channel.
         """
-        talk = self.channels.get(into)
+        queue = self._queues.get(number)
+        talk: ChannelState | None = None if queue is None else queue.channel
         if talk is None:
-            if wire.CONVERSATIONS <= into < wire.ANSWERS:  # it has sent nothing there
-                self._sending.send_frame(wire.Leave(into - wire.CONVERSATIONS + wire.ANSWERS, False))
+            if wire.CONVERSATIONS <= number < wire.ANSWERS:  # it has sent nothing there
+                self._sending.send_frame(wire.Leave(wire.other_direction(number), False))
                 return
-            if into > wire.MAX_TAG:
-                raise wire.ProtocolError(f"the peer left the tag queue {into}, which is no channel")
-            talk = self._add(into, into)
+            if number > wire.MAX_TAG:
+                raise wire.ProtocolError(f"the peer left the tag queue {number}, which is no channel")
+            talk = self._add(self._queues[number])
         talk.peer_left = True
         talk.by_force = by_force
         if not talk.left:  # else nothing waits here any more
             problem = talk.problem()
             assert problem is not None
             self._end_sends(talk, problem)
-            self._end(into)
+            self._end(talk.queue)
             if by_force and not talk.accepted:  # nobody waits for an answer
                 self.leave(talk)
         self._free_if_over(talk)
 
     def _end_sends(self, talk: ChannelState, error: Exception) -> None:
         """Ends the sends that wait for credit, or until the peer has fewer messages unread."""
-        self._sending.unread.forget(talk.out)
-        self._sending.withdraw(talk.out, error)
+        talk.queue.unread_there = None
+        self._sending.withdraw(talk.queue.number, error)
 
     def _free_if_over(self, talk: ChannelState) -> None:
-        if talk.left and talk.peer_left and self.channels.pop(talk.into, None) is talk:
-            self._forget(talk.into)
-            self._sending.unread.forget(talk.out)
-            if talk.into >= wire.ANSWERS:
-                self._free.append(talk.into - wire.ANSWERS)
+        queue = talk.queue
+        if talk.left and talk.peer_left and self._queues.forget(queue):
+            self._sending.credit.void_admission(queue)
+            self._receive_credit.void_admission(queue)
+            if queue.number >= wire.ANSWERS:
+                self._free.append(queue.number - wire.ANSWERS)

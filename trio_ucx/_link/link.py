@@ -106,6 +106,7 @@ class Link:
             on_frame=self._frame_arrived,
             acknowledge=lambda: self.closing.acknowledge(),
         )
+        self.queues = self.receiving.queues
         self.closing = Closing(port, life, self.sending, self.receiving, options.close_timeout, self._unregister)
         tag_dispatch = self.engine.tag_dispatch
         tag_dispatch.expect_rendezvous(peer_threshold)
@@ -151,15 +152,16 @@ class Link:
             self.sending.check()
         return seconds
 
-    # ---- messages of any tag queue ----
+    # ---- messages of any tag queue, by the number that this side reads ----
 
     async def send(self, number: int, data: Buffer) -> None:
         """Sends a message; a schedule point."""
-        sent = self.sending.send_short(number, data)
+        queue = self.queues[number]
+        sent = self.sending.send_short(queue, data)
         if sent is True:
             await self.engine.waiting.schedule_point()
         else:
-            await completed(sent or self.sending.submit(number, data), self.engine)
+            await completed(sent or self.sending.submit(queue, data), self.engine)
 
     def send_nowait(self, number: int, data: Buffer, max_unread: int | None) -> None:
         """Sends a message without waiting.
@@ -167,21 +169,34 @@ class Link:
         Raises:
             trio.WouldBlock: there is no credit for it, or the peer has ``max_unread`` messages unread.
         """
-        sending = self.sending
-        if max_unread is not None and not sending.may_add(number, max_unread):
+        sending, queue = self.sending, self.queues[number]
+        if max_unread is not None and not sending.may_add(queue, max_unread):
             sending.check()
             raise trio.WouldBlock
-        if not sending.send_short(number, data):
-            sending.submit_nowait(number, immutable(data))
+        if not sending.send_short(queue, data):
+            sending.submit_nowait(queue, immutable(data))
         if max_unread is not None:
-            sending.added(number, max_unread)
+            sending.count_unread(queue)
+            sending.may_add(queue, max_unread)  # asks now, if the next one will have to wait
 
     async def wait_unread(self, number: int, max_unread: int) -> None:
         """Waits until the peer has room for one more message, and counts it."""
-        await self.sending.wait_unread(number, max_unread)
+        sending, bound = self.sending, (self.queues[number].written, max_unread)
+        sending.bounded.append(bound)
+        try:
+            await self.share.operations.wait_until(
+                lambda: sending.over or sending.may_add(self.queues[number], max_unread)
+            )
+        finally:
+            sending.bounded.remove(bound)
         self.check()
-        self.sending.check()
-        self.sending.unread.sent(number)
+        sending.check()
+        sending.count_unread(self.queues[number])
+
+    async def wait_stream_room(self) -> None:
+        """Waits until a small piece of the byte stream could be sent, or would fail."""
+        sending = self.sending
+        await self.share.operations.wait_until(lambda: sending.over or sending.may_send(self.queues[wire.STREAM]))
 
     async def receive(self, number: int, limit: int) -> bytes:
         """Receives a message of at most ``limit`` bytes; a schedule point."""
@@ -235,8 +250,10 @@ class Link:
             case wire.Leave(queue=queue, by_force=by_force):
                 self.receiving.conversations.peer_left(queue, by_force=bool(by_force))
             case wire.Admit(queue=queue, received=received):
-                self.sending.credit.admit(queue, received)
-                self.sending.send_waiting()
+                admitted = self.queues.that_writes_to(queue)
+                if admitted is not None:
+                    self.sending.credit.admit(admitted, received)
+                    self.sending.send_waiting()
             case wire.Stalled(grants=grants):
                 self.receiving.peer_stalled(grants)
             case wire.Stop():
@@ -255,8 +272,9 @@ class Link:
             case wire.Ask(queue=queue, limit=limit):
                 self.receiving.asked(queue, limit)
             case wire.Unread(queue=queue, limit=limit, count=count):
-                self.sending.unread.answered(queue, limit, count)
-                self.share.operations.changed()
+                answered = self.queues.that_writes_to(queue)
+                if answered is not None:
+                    self.sending.answered(answered, limit, count)
             case wire.Ping(number=number):
                 self.sending.send_frame(wire.Pong(number))
             case wire.Pong(number=number):

@@ -26,12 +26,10 @@ from ..ucp._engine.waits import Pending, Signal
 from ..ucp._memory.buffers import Pinned, WritableBuffer, new_bytes
 from ..ucp._status import MessageTooLong, Status, UCXError, about, error_from_status, is_about_a_part
 from .buffers import PackedMessages, ReadBuffer
-from .conversations import OpenChannels
+from .conversations import ChannelState, OpenChannels
 from .message_port import MessagePort
 from .sending import Sending
-
-#: Tag queues in which nothing is, and which are kept all the same: one is used again and again, most often.
-IDLE_QUEUES = 64
+from .tag_queues import IDLE_QUEUES, TagQueues
 
 
 class Receiving:
@@ -61,9 +59,7 @@ class Receiving:
         self.life = life
         self.credit = ReceiveCredit(window, peer_threshold)
         self.max_message_size = max_message_size
-        self.queues: dict[int, TagQueue] = {}
-        #: The tag queues in which receives may wait.
-        self._awaited: set[TagQueue] = set()
+        self.queues = TagQueues(self, sending.credit, sending.ask_if_all_was_read)
         self.stream = ReadBuffer()
         self.bytes_received = 0
         #: Receives whose task is gone, and whose buffer a message is written to.
@@ -74,29 +70,12 @@ class Receiving:
         self.any_waits: list[Collection[int]] = []
         #: The tag queue from which such a task was served last.
         self._served = -1
-        #: The peer's questions (ASK) that were not answered yet: the limit of each, by tag queue.
-        self.asks: dict[int, int] = {}
         self.conversations = OpenChannels(
-            sending,
-            end=self._end_queue,
-            drop=lambda number, error: self.queue(number).drop_all(error),
-            forget=self._forget,
-            announce=self._conversation_begun,
+            self.queues, sending, self.credit, end=self._end_unserved, announce=self._conversation_begun
         )
         self._sending = sending
         self._on_frame = on_frame
         self._acknowledge = acknowledge
-
-    def queue(self, number: int) -> TagQueue:
-        queue = self.queues.get(number)
-        if queue is None:
-            queue = self.queues[number] = TagQueue(number, self, stream=number == wire.STREAM)
-        return queue
-
-    def forget_idle(self, queue: TagQueue) -> None:
-        if len(self.queues) > IDLE_QUEUES and queue.idle:
-            self.queues.pop(queue.number, None)
-            self._awaited.discard(queue)
 
     # ---- messages arrive ----
 
@@ -115,13 +94,13 @@ class Receiving:
                 if number == wire.STREAM:
                     self.life.stream_ended |= length == 0
                 else:
-                    self.conversations.begun(number)
+                    self.conversations.arrived(number)
         except wire.ProtocolError as error:
             self._refuse(error)
             return
-        self.credit.arrived(number, length, count)
+        queue = self.queues[number]
+        self.credit.arrived(queue, length, count)
         self.bytes_received += len(data)
-        queue = self.queues.get(number) or self.queue(number)
         if count == 1 and queue.receives and queue.give(data):
             consumed = 1
         else:
@@ -131,7 +110,7 @@ class Receiving:
         if queue.receives and self.credit.stalled:
             self._admit_next(queue)
         if consumed and len(self.queues) > IDLE_QUEUES:
-            self.forget_idle(queue)
+            self.queues.forget_if_idle(queue)
         if self.any_waits:
             self.share.operations.changed()
 
@@ -145,19 +124,19 @@ class Receiving:
                 raise wire.ProtocolError(f"a control frame of {length} bytes")
             wire.check_queue(number)
             if number >= wire.CONVERSATIONS:
-                self.conversations.begun(number)
+                self.conversations.arrived(number)
         except wire.ProtocolError as error:
             self.port.discard(handle)
             self._refuse(error)
             return
-        self.credit.arrived(number, length)
+        queue = self.queues[number]
+        self.credit.arrived(queue, length)
         self.bytes_received += length
         threshold = self.credit.threshold
-        queue = self.queue(number)
         queue.arrived(handle, length, whole=length < threshold if threshold else None)
         if self.credit.stalled:
             self._admit_next(queue)
-        self.forget_idle(queue)
+        self.queues.forget_if_idle(queue)
         if self.any_waits:
             self.share.operations.changed()
 
@@ -186,9 +165,9 @@ class Receiving:
             message = queue.take_ready(limit)
             if message is not None:
                 self.consumed(message)
-                self.forget_idle(queue)
+                self.queues.forget_if_idle(queue)
                 return message.contents
-            if not queue.idle or self.credit.stalled or not self.engine.waiting.look():
+            if not queue.empty or self.credit.stalled or not self.engine.waiting.look():
                 return None
             packed = queue.packed
             if packed is None:
@@ -199,12 +178,12 @@ class Receiving:
         if not packed.left:
             queue.next_packed()
             if queue.packed is None and len(self.queues) > IDLE_QUEUES:
-                self.forget_idle(queue)
+                self.queues.forget_if_idle(queue)
         amount = self.credit.consumed(packed.length)
         if amount:
             self._grant(amount)
-        if self.asks:
-            self.answer_asks()
+        if queue.limit_asked_for:
+            self._answer(queue)
         return data
 
     # ---- receives ----
@@ -225,14 +204,14 @@ class Receiving:
 
     def wait(self, number: int, receive: PendingReceive) -> PendingReceive:
         """Queues a receive, which may complete at once. (The caller has checked that the connection is open.)"""
-        queue = receive.queue = self.queue(number)
+        queue = receive.queue = self.queues[number]
         queue.wait(receive)
         if receive.outcome is None:
             self._end_unserved(queue)
             if receive.outcome is None:
-                self._awaited.add(queue)
-                self.found_empty(number)
-        self.forget_idle(queue)
+                self.queues.awaited.add(queue)
+                self.found_empty(queue)
+        self.queues.forget_if_idle(queue)
         return receive
 
     def take_begun(self) -> bytes | None:
@@ -266,7 +245,7 @@ class Receiving:
                 if error is not None:
                     self._raises(error)
                     raise error
-                self.found_empty(number)
+                self._admit((number,))
             raise trio.WouldBlock
         return cast(bytes, self.receive(number, Want.BYTES, limit).result())
 
@@ -292,7 +271,7 @@ class Receiving:
     def cancelled(self, queue: TagQueue) -> None:
         """A receive has left a tag queue."""
         self._end_unserved(queue)
-        self.forget_idle(queue)
+        self.queues.forget_if_idle(queue)
 
     # ---- any of several tag queues ----
 
@@ -363,54 +342,56 @@ class Receiving:
     # ---- conversations, and questions of the peer ----
 
     def _conversation_begun(self, number: int) -> None:
-        self.queue(wire.UNACCEPTED).packed_arrived(PackedMessages(1, 4, number.to_bytes(4, "little")))
-
-    def unread_in(self, number: int) -> int:
-        queue = self.queues.get(number)
-        return 0 if queue is None else queue.unread
+        self.queues[wire.UNACCEPTED].packed_arrived(PackedMessages(1, 4, number.to_bytes(4, "little")))
 
     def asked(self, number: int, limit: int) -> None:
         """ASK arrived."""
-        self.asks[number] = limit
-        self.answer_asks()
+        queue = self.queues.get(number)
+        if queue is None:
+            self._sending.send_frame(wire.Unread(number, limit, 0))
+        else:
+            queue.limit_asked_for = limit
+            self._answer(queue)
 
-    def answer_asks(self) -> None:
-        for number, limit in list(self.asks.items()):
-            if (count := self.unread_in(number)) < limit:
-                del self.asks[number]
-                self._sending.send_frame(wire.Unread(number, limit, count))
+    def _answer(self, queue: TagQueue) -> None:
+        """Answers the peer's question about a tag queue, if what it waits for is true."""
+        limit, count = queue.limit_asked_for, queue.unread
+        if count < limit:
+            queue.limit_asked_for = 0
+            self._sending.send_frame(wire.Unread(queue.number, limit, count))
 
     # ---- grants ----
 
     def _grant(self, amount: int) -> None:
         self._sending.send_frame(wire.Grant(amount, self.credit.received))
 
-    def found_empty(self, number: int) -> None:
+    def found_empty(self, queue: TagQueue) -> None:
         """A receiver found the tag queue empty: if that is for want of credit, admits its next message."""
-        if not self.credit.stalled or number == wire.UNACCEPTED:
+        if not self.credit.stalled or queue.number == wire.UNACCEPTED:
             return
-        amount, admit = self.credit.found_empty(number)
+        amount, admit = self.credit.found_empty(queue)
         if amount:
             self._grant(amount)
         if admit:
-            self._sending.send_frame(wire.Admit(number, self.credit.received))
+            self._sending.send_frame(wire.Admit(queue.number, self.credit.received))
 
     def _admit(self, numbers: Collection[int]) -> None:
-        for number in numbers:
-            self.found_empty(number)
+        if self.credit.stalled:
+            for number in numbers:
+                self.found_empty(self.queues[number])
 
     def _admit_next(self, queue: TagQueue) -> None:
         """Admits the next message of a tag queue if a receive waits there for which no message has arrived."""
         if queue.lacks_messages:
-            self.found_empty(queue.number)
+            self.found_empty(queue)
 
     def peer_stalled(self, grants: int) -> None:
         """STALLED arrived, sent after so many grants."""
         granted = self.credit.peer_stalled(grants)
         if granted:
             self._grant(granted)
-        self._awaited = {queue for queue in self._awaited if queue.receives}
-        for queue in list(self._awaited):
+        awaited = self.queues.awaited = {queue for queue in self.queues.awaited if queue.receives}
+        for queue in list(awaited):
             self._admit_next(queue)
         for numbers in self.any_waits:
             self._admit(numbers)
@@ -461,7 +442,7 @@ class Receiving:
         if not self.life.closed:
             self._end_unserved(queue)
             self._admit_next(queue)
-            self.forget_idle(queue)
+            self.queues.forget_if_idle(queue)
             if self.life.peer is Peer.CLOSING:
                 self._acknowledge()
 
@@ -472,8 +453,8 @@ class Receiving:
         amount = self.credit.consumed(message.length)
         if amount:
             self._grant(amount)
-        if self.asks:
-            self.answer_asks()
+        if message.queue.limit_asked_for:
+            self._answer(message.queue)
 
     def dropped(self, message: Message) -> None:
         """See :class:`_rules.tag_queue.Mover`."""
@@ -513,7 +494,7 @@ class Receiving:
             return trio.ClosedResourceError("this connection was closed")
         if queue is not None and queue.failure is not None:
             return self.share.problem() or queue.failure  # a new one: each raise makes the traceback longer
-        talk = None if queue is None else self.conversations.channels.get(queue.number)
+        talk: ChannelState | None = None if queue is None else queue.channel
         if talk is not None and talk.peer_left:
             return talk.end()
         if self.life.receives is Answer.END:
@@ -529,17 +510,6 @@ class Receiving:
         for queue in list(self.queues.values()):
             self._end_unserved(queue)
         self.share.operations.changed()
-
-    def _forget(self, number: int) -> None:
-        queue = self.queues.pop(number, None)
-        if queue is not None:
-            self._awaited.discard(queue)
-        self.asks.pop(number, None)
-
-    def _end_queue(self, number: int) -> None:
-        queue = self.queues.get(number)
-        if queue is not None:
-            self._end_unserved(queue)
 
     def _end_unserved(self, queue: TagQueue) -> None:
         error = self._end_error(queue)
@@ -582,7 +552,7 @@ class Receiving:
             else:
                 queue.lose(problem)
             self._end_unserved(queue)
-            self.forget_idle(queue)
+            self.queues.forget_if_idle(queue)
         if gives_up:
             self.engine.submit()
 
@@ -603,10 +573,7 @@ class Receiving:
     def close(self, error: Exception) -> None:
         """The connection is closed: drops all messages."""
         gives_up = self.transferring()
-        for queue in list(self.queues.values()):
-            queue.close(error)
-        self.queues.clear()
-        self._awaited.clear()
+        self.queues.close(error)
         if gives_up:
             self.engine.submit()
 

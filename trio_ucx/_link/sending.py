@@ -11,7 +11,7 @@ A message goes one of three ways:
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import trio
 from outcome import Error, Outcome, Value
@@ -21,6 +21,7 @@ from .._rules import wire
 from .._rules.batch import Batch
 from .._rules.credit import SendCredit
 from .._rules.life import Answer, Life
+from .._rules.tag_queue import Mover, TagQueue
 from .._rules.unread import UnreadThere
 from .._rules.wire import SMALL_MESSAGE
 from ..ucp._contained import contained
@@ -31,6 +32,9 @@ from ..ucp._memory.buffers import Buffer, Pinned
 from ..ucp._status import Status, UCXError, broken
 from ..ucp._tag import is_short
 from .message_port import MessagePort
+
+#: Batches are messages of a tag queue that nobody reads: the peer takes them apart before.
+_BATCHES = TagQueue(wire.BATCH, cast(Mover, None))
 
 
 class Sending:
@@ -45,7 +49,6 @@ class Sending:
         self.credit: SendCredit[SendOperation] = SendCredit(peer_window, threshold)
         self.batch = Batch()
         self.tail: stream.Tail[SendOperation] = stream.Tail()
-        self.unread = UnreadThere()
         #: The tag queue and the limit of each task that waits because of ``max_unread``.
         self.bounded: list[tuple[int, int]] = []
         #: What the peer says about the message that it dropped first.
@@ -80,49 +83,42 @@ class Sending:
             self.ending.reported = True
             raise problem
 
-    def may_send(self, queue: int) -> bool:
+    def may_send(self, queue: TagQueue) -> bool:
         """True if a small message could be sent, or would fail; if not, the peer is told."""
         if self.over or self.credit.has_room(queue):
             return True
         self.report_stalled()
         return False
 
-    def added(self, queue: int, limit: int) -> None:
-        """A message was sent to a tag queue: if the peer may have ``limit`` unread now, asks it."""
-        self.unread.sent(queue)
-        self.may_add(queue, limit)
+    def count_unread(self, queue: TagQueue) -> None:
+        """Counts a message that was sent, or is about to be, with ``max_unread``."""
+        if queue.unread_there is None:
+            queue.unread_there = UnreadThere()
+        queue.unread_there.sent()
 
-    def may_add(self, queue: int, limit: int) -> bool:
+    def may_add(self, queue: TagQueue, limit: int) -> bool:
         """True if the peer has fewer than ``limit`` messages of a tag queue unread; if that is not known, asks it."""
-        if self.credit.makes_wait(queue):
+        if queue.line:
             return False  # the peer could not count these sends
-        if self.unread.may_send(queue, limit):
-            oldest = self.unread.oldest()
-            if oldest is not None and not self.credit.makes_wait(oldest):
-                self._ask(oldest, 1)
+        there = queue.unread_there
+        if there is None or there.unread < limit:
             return True
-        self._ask(queue, limit)
+        if there.must_ask(limit):
+            self.send_frame(wire.Ask(queue.written, limit))
         return False
 
-    def _ask(self, queue: int, limit: int) -> None:
-        if self.unread.must_ask(queue, limit):
-            self.send_frame(wire.Ask(queue, limit))
+    def ask_if_all_was_read(self, queue: TagQueue) -> None:
+        self.may_add(queue, 1)
 
-    async def wait_unread(self, queue: int, limit: int) -> None:
-        """Waits until the peer has fewer than ``limit`` messages of a tag queue unread, or nothing can be sent."""
-        self.bounded.append((queue, limit))
-        try:
-            await self.share.operations.wait_until(lambda: self.over or self.may_add(queue, limit))
-        finally:
-            self.bounded.remove((queue, limit))
-
-    async def wait_room(self, queue: int) -> None:
-        """Waits until a small message could be sent, or would fail."""
-        await self.share.operations.wait_until(lambda: self.may_send(queue))
+    def answered(self, queue: TagQueue, limit: int, unread: int) -> None:
+        """UNREAD arrived."""
+        if queue.unread_there is not None and queue.unread_there.answered(limit, unread):
+            queue.unread_there = None
+        self.share.operations.changed()
 
     # ---- the short way ----
 
-    def send_short(self, queue: int, data: Buffer) -> SendOperation | bool:
+    def send_short(self, queue: TagQueue, data: Buffer) -> SendOperation | bool:
         """Sends ``bytes`` below the rendezvous threshold, or a short buffer, if nothing is in the way.
 
         Returns:
@@ -137,7 +133,7 @@ class Sending:
         share = self.share
         if share.handle is None or self.life.sends is not Answer.GOES_ON:
             return False
-        if queue == wire.STREAM and self.tail.pieces:
+        if self.tail.pieces and queue.stream:
             return False
         batch = self.batch
         small = size <= SMALL_MESSAGE
@@ -160,13 +156,13 @@ class Sending:
                 if defer:
                     self.engine.batches.defer(self)
             if defer:
-                if batch.add(queue, data):
+                if batch.add(queue.written, data):
                     self.send_batch()
                 return True
-        verdict = self.port.send_bytes(queue, data)
+        verdict = self.port.send_bytes(queue.written, data)
         return True if verdict == 0 else self._keep(verdict, queue, data)
 
-    def write_short(self, data: memoryview) -> int:
+    def write_short(self, queue: TagQueue, data: memoryview) -> int:
         """Sends the first bytes of a write on the byte stream, as many as can be sent without waiting.
 
         The bytes are copied: that costs less than to pin the buffer, and to wait for UCX. Of ``LARGE_WRITE`` bytes and
@@ -181,16 +177,16 @@ class Sending:
         written = 0
         while written < len(data) < stream.LARGE_WRITE:
             piece = bytes(data[written : written + size])
-            if not self.send_short(wire.STREAM, piece):
+            if not self.send_short(queue, piece):
                 break
             written += len(piece)
         return written
 
-    def _keep(self, verdict: int, queue: int, data: bytes) -> SendOperation:
+    def _keep(self, verdict: int, queue: TagQueue, data: bytes) -> SendOperation:
         """UCX has not taken a message, or a batch, at once: it needs it for a while, or refuses it."""
         if verdict < 0:
             error = self.share.error_of(verdict, "sending a message")
-            if queue == wire.BATCH:
+            if queue is _BATCHES:
                 self.failed += 1  # the senders of its messages have gone on
             else:
                 self.bytes_sent -= len(data)
@@ -200,13 +196,13 @@ class Sending:
             send = self.engine.adopt(verdict, self._send_begun, queue, data, verdict)
         except Exception:
             self.failed += 1
-            if queue != wire.BATCH:
+            if queue is not _BATCHES:
                 self.ending.reported = True
             raise
         self.engine.submit()
         return send
 
-    def _send_begun(self, queue: int, data: bytes, id: int) -> SendOperation:
+    def _send_begun(self, queue: TagQueue, data: bytes, id: int) -> SendOperation:
         send = SendOperation(self, queue, Pinned(data))
         send.posted(id)
         return send
@@ -224,7 +220,7 @@ class Sending:
             data = b"".join(parts)
             verdict = self.port.send_bytes(wire.BATCH, data)
             if verdict:
-                self._keep(verdict, wire.BATCH, data)
+                self._keep(verdict, _BATCHES, data)
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError) as error:
             if share.error is None:
                 share.fail(error if isinstance(error, UCXError) else UCXError(Status.IO_ERROR, str(error)))
@@ -239,7 +235,7 @@ class Sending:
 
     # ---- the other ways ----
 
-    def submit(self, queue: int, data: Buffer) -> SendOperation | None:
+    def submit(self, queue: TagQueue, data: Buffer) -> SendOperation | None:
         """Sends a message now, or as soon as there is credit. Returns None when UCX has taken it already.
 
         Raises:
@@ -257,7 +253,7 @@ class Sending:
         self.report_stalled()
         return send
 
-    def submit_nowait(self, queue: int, data: Buffer) -> None:
+    def submit_nowait(self, queue: TagQueue, data: Buffer) -> None:
         """Sends a message now.
 
         Raises:
@@ -331,7 +327,7 @@ class Sending:
         except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError):
             pass  # the failure of the connection is reported elsewhere
 
-    def refused(self, queue: int, size: int, error: Exception) -> None:
+    def refused(self, queue: TagQueue, size: int, error: Exception) -> None:
         """UCX has taken nothing of the message that was charged last; its task is told."""
         self.credit.take_back(queue, size)
         if isinstance(error, trio.BrokenResourceError):
@@ -349,12 +345,12 @@ class Sending:
         if self.credit.waiting:
             return False
         spare = self.tail.spare()
-        return all(send.cancelled and (send.queue != wire.STREAM or send in spare) for send in self._in_flight())
+        return all(send.cancelled and (not send.queue.stream or send in spare) for send in self._in_flight())
 
-    def withdraw(self, queue: int, error: Exception) -> None:
+    def withdraw(self, number: int, error: Exception) -> None:
         """Ends the sends of a tag queue that wait for credit, or for room in it. All waits look again."""
         if self.credit.waiting:
-            for send in [send for send in self.credit.waiting if send.queue == queue]:
+            for send in [send for send in self.credit.waiting if send.queue.number == number]:
                 send.withdraw(error)
             self.send_waiting()
         else:
@@ -399,7 +395,7 @@ class SendOperation(Operation):
 
     __slots__ = ("cancelled", "queue", "sending", "size")
 
-    def __init__(self, sending: Sending, queue: int, pins: Pinned) -> None:
+    def __init__(self, sending: Sending, queue: TagQueue, pins: Pinned) -> None:
         super().__init__(sending.engine, 0, pins, "sending a message", sending.share)
         self.sending = sending
         self.queue = queue
@@ -424,7 +420,7 @@ class SendOperation(Operation):
             if problem is not None:
                 raise problem
             assert self.pins is not None
-            verdict = sending.port.send(self.queue, self.pins)
+            verdict = sending.port.send(self.queue.written, self.pins)
             if verdict < 0:
                 raise share.error_of(verdict, self.doing)
         except Exception as error:
@@ -433,13 +429,13 @@ class SendOperation(Operation):
             raise
         sending.bytes_sent += self.size
         stays = verdict > 0 and sending.credit.stays(self.size)
-        if self.queue == wire.STREAM and not stays:
+        if not stays and self.queue.stream:
             sending.tail.clear()
         if verdict == 0:
             self.release_unsent()
             return None
         sending.engine.adopt(verdict, self.posted, verdict)
-        if self.queue == wire.STREAM and stays:
+        if stays and self.queue.stream:
             sending.tail.add(self)
         sending.engine.submit()
         return self
@@ -451,7 +447,7 @@ class SendOperation(Operation):
                 self.finish(Value(None))
         except Exception as error:
             self.finish(Error(error))
-            if self.queue == wire.STREAM:
+            if self.queue.stream:
                 self.sending.withdraw_stream(error)  # else there would be a hole
 
     def release_unsent(self) -> None:

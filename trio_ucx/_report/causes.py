@@ -82,7 +82,7 @@ def _of_messages(link: Link, sends: list[SendOperation]) -> Iterator[str]:
     if waiting:
         yield (
             f"{counted(len(waiting), 'send')} ({sum(send.size for send in waiting)} bytes) on "
-            f"{_names((send.queue for send in waiting), sent=True)} wait for credit: the peer has "
+            f"{_names((send.queue.written for send in waiting), sent=True)} wait for credit: the peer has "
             f"{credit.window - credit.credit} bytes unread, its window is {credit.window}; the peer must receive"
         )
     for queue, limit in list(link.sending.bounded):
@@ -92,7 +92,7 @@ def _of_messages(link: Link, sends: list[SendOperation]) -> Iterator[str]:
         )
     queues = dict(link.receiving.queues)
     begun = queues.get(wire.UNACCEPTED)
-    untaken = sum(not one.accepted for one in list(link.receiving.conversations.channels.values()))
+    untaken = sum(not one.accepted for one in link.receiving.conversations.all())
     if untaken and (begun is None or not begun.receives):
         yield f"no task accepts {counted(untaken, 'conversation')} of the peer's (Connection.conversations)"
     others = (begun, queues.get(link.owner.queue) if link.owner is not None else None)
@@ -100,7 +100,7 @@ def _of_messages(link: Link, sends: list[SendOperation]) -> Iterator[str]:
     empty = [
         one.number for one in queues.values() if one.receives and not one.held[0] and one.number <= wire.UNACCEPTED
     ]
-    large = [send.queue for send in sends if not send.waits_for_credit and credit.stays(send.size)]
+    large = [send.queue.written for send in sends if not send.waits_for_credit and credit.stays(send.size)]
     offered = [queue.number for queue in unread if any(message.with_sender for message in list(queue.messages))]
     if large and offered:
         yield (

@@ -194,7 +194,7 @@ class _Collector:
         if operation.outcome is not None and not operation.detached:
             return None
         if isinstance(operation, SendOperation):
-            size, queue = operation.size, operation.queue
+            size, queue = operation.size, operation.queue.written
             stage = "waits for credit" if operation.waits_for_credit else "with UCX"
             what = f"sending {size} bytes on {causes.queue_name(queue, sent=True)}, {stage}"
             return self.wait(operation, what, tag=queue, bytes=size, stage=stage)
@@ -228,7 +228,7 @@ class _Collector:
         state = "closing" if link.life.closing else peer
         operations: list[Operation] = [*sent.waiting, *link.share.operations.in_order()]
         items = each("a tag", lambda queue: self.tag(link, queue), link.receiving.queues.values())
-        items += each("a channel", self.channel, link.receiving.conversations.channels.values())
+        items += each("a channel", self.channel, link.receiving.conversations.all())
         items += each("an operation", self.operation, operations)
         items += self.waiting_tasks(link.share.operations._watchers)
         handler = self.handlers.get(link)
@@ -274,9 +274,9 @@ class _Collector:
         user = self.users.get(talk)
         if user is None or user.call is not None or talk.left:
             return None
-        name = causes.queue_name(talk.into)
+        name = causes.queue_name(talk.queue.number)
         cause = f"the peer may wait for an answer on {name}: our task {user.task!r} waits for something else"
-        opened_here = not wire.CONVERSATIONS <= talk.into < wire.ANSWERS
+        opened_here = not wire.CONVERSATIONS <= talk.queue.number < wire.ANSWERS
         text = "{queue}: used by task {task!r}{where}"
         return item(text, [] if opened_here or talk.peer_left else [cause], queue=name, **attrs.asdict(user))
 

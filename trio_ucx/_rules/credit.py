@@ -22,13 +22,14 @@ admitted queue may overtake.
 from __future__ import annotations
 
 import collections
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
-from .wire import SMALL_MESSAGE
+from .tag_queue import NOTHING, TagQueue
+from .wire import SMALL_MESSAGE, ProtocolError
 
-#: What an unread small message costs besides its payload: Python objects. Measured: 240 to 290 bytes for the
+#: What an unread small message costs besides its payload: Python objects. Measured: 300 to 350 bytes for the
 #: only message of a tag queue, 75 to 110 for one of many.
-MESSAGE_OVERHEAD = 288
+MESSAGE_OVERHEAD = 352
 #: What a longer one costs besides its payload.
 LARGE_OVERHEAD = 512
 #: What a message costs in all that stays with its sender: the objects, and UCX's buffer with its announcement, which is
@@ -38,8 +39,6 @@ ANNOUNCEMENT = 8960
 #: What a message may cost that goes by itself: any that costs its payload with the usual rendezvous threshold.
 LONE = 68 << 10
 
-#: The number of tag queues whose last message is remembered before those are forgotten that the peer has.
-_REMEMBERED_QUEUES = 1024
 #: Greatest number of unused admissions. An admission stays unused when its receive was cancelled, and the peer sends
 #: nothing on that tag. Receives beyond this number wait for credit.
 MAX_ADMISSIONS = 1 << 16
@@ -55,7 +54,7 @@ def cost(length: int, threshold: int) -> int:
 class WaitingSend(Protocol):
     """A send that waits for credit. Compared by identity."""
 
-    queue: int
+    queue: TagQueue
     size: int
 
     def __hash__(self) -> int: ...
@@ -74,17 +73,13 @@ class SendCredit(Generic[_Send]):
         #: The number of messages that were charged.
         self.sent = 0
         self.waiting: collections.OrderedDict[_Send, None] = collections.OrderedDict()
-        #: The waiting sends of each tag queue.
-        self._lines: dict[int, collections.OrderedDict[_Send, None]] = {}
-        #: How many messages the peer is known to have, and the number of the last one of each queue that it may not.
-        self._arrived_there = 0
-        self._last: dict[int, int] = {}
-        self._remembered = _REMEMBERED_QUEUES
-        self._admitted: set[int] = set()
-        #: The admitted tag queues for which sends wait.
-        self._overtaking: set[int] = set()
-        #: For :meth:`take_back`: what the message charged last has replaced in ``_last``, and the number of the last
-        #: message that used an admission.
+        #: How many messages the peer is known to have.
+        self.arrived_there = 0
+        #: How many tag queues the peer has admitted, and those of them for which sends wait.
+        self._admissions = 0
+        self._overtaking: set[TagQueue] = set()
+        #: For :meth:`take_back`: the message of the same queue before the one that was charged last, and the number of
+        #: the last message that used an admission.
         self._previous = 0
         self._last_admitted = 0
         #: How many grants have arrived, and how many had when STALLED was sent last.
@@ -95,11 +90,11 @@ class SendCredit(Generic[_Send]):
         """True if a message of this size stays with us until the peer receives it."""
         return 0 < self.threshold <= size
 
-    def take(self, queue: int, size: int) -> bool:
+    def take(self, queue: TagQueue, size: int) -> bool:
         """Charges a message if it may be sent now, and returns whether it may."""
-        if queue in self._lines:
+        if queue.line:
             return False  # earlier sends of this queue wait
-        if queue not in self._admitted and (self.waiting or not self._suffices(size)):
+        if not queue.admitted_by_peer and (self.waiting or not self._suffices(size)):
             return False
         self._charge(queue, size)
         return True
@@ -108,34 +103,26 @@ class SendCredit(Generic[_Send]):
         amount = cost(size, self.threshold)
         return amount <= self.credit or (self.credit == self.window and amount <= LONE)
 
-    def take_short(self, queue: int, size: int) -> bool:
+    def take_short(self, queue: TagQueue, size: int) -> bool:
         """Charges an eager message while nobody waits for credit: the usual case. False: ask :meth:`take`."""
         # cost(), written out: this runs for every small message.
         amount = size + (MESSAGE_OVERHEAD if size <= SMALL_MESSAGE else LARGE_OVERHEAD)
-        if self.waiting or self._admitted or amount > self.credit or 0 < self.threshold <= size:
+        if self.waiting or queue.admitted_by_peer or amount > self.credit or 0 < self.threshold <= size:
             return False
         self.credit -= amount
-        self.sent = sent = self.sent + 1
-        last = self._last
-        self._previous = last.get(queue, 0)
-        last[queue] = sent
-        if len(last) > self._remembered:
-            self._forget()
+        self._previous = queue.last
+        queue.last = self.sent = self.sent + 1
         return True
 
-    def _charge(self, queue: int, size: int) -> None:
+    def _charge(self, queue: TagQueue, size: int) -> None:
         self.credit -= cost(size, self.threshold)
-        self.sent += 1
-        if queue in self._admitted:
-            self._admitted.remove(queue)
-            self._overtaking.discard(queue)
+        self._previous = queue.last
+        queue.last = self.sent = self.sent + 1
+        if queue.admitted_by_peer:
+            self.void_admission(queue)
             self._last_admitted = self.sent
-        self._previous = self._last.get(queue, 0)
-        self._last[queue] = self.sent
-        if len(self._last) > self._remembered:
-            self._forget()
 
-    def take_back(self, queue: int, size: int) -> None:
+    def take_back(self, queue: TagQueue, size: int) -> None:
         """Undoes the charge of the message that was charged last: it was not sent.
 
         Nothing may have arrived from the peer in between: an ADMIT would have been taken for void.
@@ -143,49 +130,59 @@ class SendCredit(Generic[_Send]):
         self.credit += cost(size, self.threshold)
         if self._last_admitted == self.sent:
             self._last_admitted = 0
-            self._admitted.add(queue)
-            if queue in self._lines:
-                self._overtaking.add(queue)
+            self._set_admitted(queue)
         self.sent -= 1
-        if self._previous:
-            self._last[queue] = self._previous
-        else:
-            self._last.pop(queue, None)
-
-    def _forget(self) -> None:
-        self._last = {queue: last for queue, last in self._last.items() if last > self._arrived_there}
-        self._remembered = max(_REMEMBERED_QUEUES, 2 * len(self._last))
+        queue.last = self._previous
 
     def wait(self, send: _Send) -> None:
         """Adds a send that :meth:`take` has refused; :meth:`next_ready` returns it in its turn."""
         self.waiting[send] = None
-        self._lines.setdefault(send.queue, collections.OrderedDict())[send] = None
+        if not send.queue.line:
+            send.queue.line = collections.OrderedDict()
+        send.queue.line[send] = None
 
     def withdraw(self, send: _Send) -> None:
-        line = self._lines[send.queue]
-        del self.waiting[send], line[send]
-        if not line:
-            del self._lines[send.queue]
-            self._overtaking.discard(send.queue)
+        queue = send.queue
+        del self.waiting[send], queue.line[send]
+        if not queue.line:
+            queue.line = NOTHING
+            self._overtaking.discard(queue)
 
     def grant(self, amount: int, received: int) -> None:
         """GRANT arrived."""
-        self._arrived_there = received
+        self.arrived_there = received
         self.credit += amount
         self.grants += 1
 
-    def admit(self, queue: int, received: int) -> None:
-        """ADMIT arrived."""
-        self._arrived_there = received
-        if self._last.get(queue, 0) <= received:
-            self._admitted.add(queue)
-            if queue in self._lines:
-                self._overtaking.add(queue)
+    def admit(self, queue: TagQueue, received: int) -> None:
+        """ADMIT arrived.
+
+        Raises:
+            ProtocolError: the peer has admitted more tag queues than it may.
+        """
+        self.arrived_there = received
+        if queue.last <= received and not queue.admitted_by_peer:
+            if self._admissions == MAX_ADMISSIONS:
+                raise ProtocolError(f"it admitted messages of more than {MAX_ADMISSIONS} tag queues")
+            self._set_admitted(queue)
+
+    def _set_admitted(self, queue: TagQueue) -> None:
+        queue.admitted_by_peer = True
+        self._admissions += 1
+        if queue.line:
+            self._overtaking.add(queue)
+
+    def void_admission(self, queue: TagQueue) -> None:
+        """The peer's admission of the next message, if there is one, was used, or will never be."""
+        if queue.admitted_by_peer:
+            queue.admitted_by_peer = False
+            self._admissions -= 1
+            self._overtaking.discard(queue)
 
     def next_ready(self) -> _Send | None:
         """Takes the next waiting send, and charges it; None if it must go on waiting."""
         if self._overtaking:
-            send = next(iter(self._lines[next(iter(self._overtaking))]))
+            send = cast(_Send, next(iter(next(iter(self._overtaking)).line)))
         elif self.waiting:
             send = next(iter(self.waiting))
             if not self._suffices(send.size):
@@ -196,15 +193,11 @@ class SendCredit(Generic[_Send]):
         self._charge(send.queue, send.size)
         return send
 
-    def makes_wait(self, queue: int) -> bool:
-        """True if sends of this queue wait for credit."""
-        return queue in self._lines
-
-    def has_room(self, queue: int) -> bool:
+    def has_room(self, queue: TagQueue) -> bool:
         """True if a small message of this queue could be sent now."""
-        if queue in self._lines:
+        if queue.line:
             return False
-        return queue in self._admitted or (not self.waiting and self.credit > MESSAGE_OVERHEAD)
+        return queue.admitted_by_peer or (not self.waiting and self.credit > MESSAGE_OVERHEAD)
 
     def must_report(self) -> bool:
         """True if STALLED is due because something cannot be sent; from then on it counts as sent."""
@@ -230,10 +223,10 @@ class ReceiveCredit:
         self.grants = 0
         #: The least amount that is granted without being asked for.
         self._worthwhile = max(window // 4, 1)
-        #: Tag queues whose next message was admitted, until one arrives.
-        self._admitted: set[int] = set()
+        #: The number of tag queues whose next message was admitted, until one arrives.
+        self._admissions = 0
 
-    def arrived(self, queue: int, size: int, count: int = 1) -> None:
+    def arrived(self, queue: TagQueue, size: int, count: int = 1) -> None:
         """``count`` messages of this size arrived."""
         if 0 < self.threshold <= size:
             amount = count * ANNOUNCEMENT
@@ -242,7 +235,14 @@ class ReceiveCredit:
         self.received += count
         self.outstanding += amount
         self.unread += amount
-        self._admitted.discard(queue)
+        if queue.admitted:
+            self.void_admission(queue)
+
+    def void_admission(self, queue: TagQueue) -> None:
+        """Our admission of the next message, if there is one, was used, or will never be."""
+        if queue.admitted:
+            queue.admitted = False
+            self._admissions -= 1
 
     def consumed(self, size: int, count: int = 1) -> int:
         """``count`` messages of this size were read. Returns the amount to grant, 0 for none yet."""
@@ -271,12 +271,13 @@ class ReceiveCredit:
         self.stalled = amount == 0
         return amount
 
-    def found_empty(self, queue: int) -> tuple[int, bool]:
+    def found_empty(self, queue: TagQueue) -> tuple[int, bool]:
         """A receiver found this queue empty. Returns the amount to grant, and whether to admit its next message."""
         if not self.stalled:
             return 0, False
         amount = self._due()
-        if queue in self._admitted or len(self._admitted) == MAX_ADMISSIONS:
+        if queue.admitted or self._admissions == MAX_ADMISSIONS:
             return amount, False
-        self._admitted.add(queue)
+        queue.admitted = True
+        self._admissions += 1
         return amount, True

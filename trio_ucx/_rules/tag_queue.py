@@ -1,5 +1,9 @@
 """Tag queues: the messages of one tag that arrived, the receives that wait for them, and which gets which. Pure.
 
+:class:`TagQueue` has all that is known about a tag queue in both directions. What it does itself is about what arrives;
+what is sent is the business of ``credit`` and ``unread``, which keep their marks here. A tag queue is a user's tag, the
+byte stream, or one side of a conversation.
+
 A tag queue pairs its messages with its receives in order: the first message goes to the first receive. Receives
 complete in order, too, so a message is never overtaken when a receive is cancelled.
 
@@ -21,6 +25,9 @@ from __future__ import annotations
 import collections
 import enum
 from typing import Any, Protocol
+
+from . import wire
+from .unread import UnreadThere
 
 
 class MessageState(enum.Enum):
@@ -159,45 +166,92 @@ FRESH_AHEAD = 2**24
 
 
 #: Used instead of an empty deque, which takes 600 bytes: a tag queue may have a single empty message.
-_NOTHING: Any = ()
+NOTHING: Any = ()
 #: Up to so many are kept in a list rather than a deque, for the same reason.
 _FEW = 8
 
 
 class TagQueue:
-    """One tag queue of a connection, in the receiving direction."""
+    """One tag queue of a connection, in both directions.
+
+    Attributes:
+        number: which one this side reads. Connections find it by this number.
+        written: which one this side writes to: the same, unless it is a conversation's.
+    """
 
     __slots__ = (
         "_advancing",
         "_again",
         "_later",
+        "admitted",
+        "admitted_by_peer",
+        "channel",
         "failure",
+        "last",
+        "limit_asked_for",
+        "line",
         "messages",
         "mover",
         "number",
         "packed",
         "receives",
-        "stream",
+        "unread_there",
+        "written",
     )
 
-    def __init__(self, number: int, mover: Mover, *, stream: bool = False) -> None:
+    def __init__(self, number: int, mover: Mover) -> None:
         self.number = number
+        self.written = wire.other_direction(number)
         self.mover = mover
-        #: Whether its messages are pieces of the byte stream, none of which may be dropped.
-        self.stream = stream
+        #: The channel that uses it, if one does (``_link.conversations.ChannelState``).
+        self.channel: Any = None
+        # What is sent: see SendCredit and UnreadThere.
+        #: The number of the message of this queue that was charged last; 0 for none.
+        self.last = 0
+        #: The sends that wait for credit.
+        self.line: collections.OrderedDict[Any, None] = NOTHING
+        #: Whether the peer has admitted the next message.
+        self.admitted_by_peer = False
+        #: How much of it the peer has unread; None if nothing, as far as is known.
+        self.unread_there: UnreadThere | None = None
+        # What arrives.
+        #: Whether this side has admitted the peer's next message: see ReceiveCredit.
+        self.admitted = False
+        #: The limit of the peer's question (ASK) that was not answered yet; 0 if there is none.
+        self.limit_asked_for = 0
         #: The error of all later receives, because a message is missing; None if none is.
         self.failure: Exception | None = None
         #: The first packed messages, which come before all others; while there are any, no receive waits.
         self.packed: Packed | None = None
-        self._later: collections.deque[Packed] | list[Packed] = _NOTHING
-        self.messages: collections.deque[Message] | list[Message] = _NOTHING
-        self.receives: collections.deque[Receive] = _NOTHING
+        self._later: collections.deque[Packed] | list[Packed] = NOTHING
+        self.messages: collections.deque[Message] | list[Message] = NOTHING
+        self.receives: collections.deque[Receive] = NOTHING
         self._advancing = False
         self._again = False
 
     @property
-    def idle(self) -> bool:
+    def stream(self) -> bool:
+        """True if its messages are pieces of the byte stream, none of which may be dropped."""
+        return self.number == wire.STREAM
+
+    @property
+    def empty(self) -> bool:
+        """True if nothing has arrived that was not taken, and no receive waits."""
         return not (self.messages or self.receives or self.packed) and self.failure is None
+
+    def idle(self, arrived_there: int) -> bool:
+        """True if a new queue with this number would know as much.
+
+        Args:
+            arrived_there: how many of all messages the peer is known to have.
+        """
+        return (
+            self.empty
+            and self.last <= arrived_there
+            and not (self.line or self.admitted_by_peer or self.admitted)
+            and self.channel is None
+            and self.unread_there is None
+        )
 
     @property
     def unread(self) -> int:
@@ -354,7 +408,7 @@ class TagQueue:
         """Adds a receive, which may complete at once."""
         if self.packed is not None:
             self.unpack()
-        if self.receives is _NOTHING:
+        if self.receives is NOTHING:
             self.receives = collections.deque()
         self.receives.append(receive)
         if self.messages:
@@ -649,9 +703,9 @@ class TagQueue:
         """Ends the queue: all receives, now and later, get the error."""
         self.failure = error
         self.packed = None
-        self._later = _NOTHING
+        self._later = NOTHING
         for receive in list(self.receives):
             self.give_up(receive, error)
-        messages, self.messages = self.messages, _NOTHING
+        messages, self.messages = self.messages, NOTHING
         for message in messages:
             self._let_go(message)

@@ -57,6 +57,11 @@ PACKED_HEAD = struct.Struct("<IHH")
 MAX_BATCH = 4096
 
 
+def other_direction(number: int) -> int:
+    """Returns the tag queue in which the answers to a tag queue arrive: its own, unless it is a conversation's."""
+    return number ^ (ANSWERS ^ CONVERSATIONS) if number >= CONVERSATIONS else number
+
+
 class RefusalCode(enum.IntEnum):
     """Why a listener refuses a client."""
 

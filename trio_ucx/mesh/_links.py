@@ -81,8 +81,8 @@ class RankConnection:
         return None if self.channel is None else self.channel.connection
 
     def establish(self, channel: Channel) -> None:
-        causes = partial(self.causes, self)
-        owned(channel.connection, f"the connection with rank {self.rank}", queue=channel._talk.into, causes=causes)
+        name, causes = f"the connection with rank {self.rank}", partial(self.causes, self)
+        owned(channel.connection, name, queue=channel._talk.queue.number, causes=causes)
         self.channel = channel
         self.ready.set()
 
@@ -106,8 +106,7 @@ class RankConnection:
         """The next message of collectives, which is not taken; None if it is not there."""
         if self.pending or self.channel is None:
             return self.pending[0] if self.pending else None
-        queue = self.channel.connection._link.receiving.queues.get(self.channel._talk.into)
-        return None if queue is None else queue.first
+        return self.channel._talk.queue.first
 
     def take(self) -> bytes | None:
         """Takes the next message of collectives if it is there; see :meth:`Receiving.take_ready`."""

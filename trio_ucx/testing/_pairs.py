@@ -70,7 +70,8 @@ async def open_clogged_pair(
             for size in (2048, 1):
                 try:
                     while True:
-                        connection._link.sending.submit_nowait(wire.STREAM, bytes(size))
+                        link = connection._link
+                        link.sending.submit_nowait(link.queues[wire.STREAM], bytes(size))
                 except trio.WouldBlock:
                     pass
         yield pair

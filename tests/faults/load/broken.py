@@ -38,7 +38,7 @@ def double_messages() -> None:
     def packed_arrived_twice(self: Receiving, number: int, count: int, length: int, data: bytes) -> None:
         packed_arrived(self, number, count, length, data)
         if number <= wire.MAX_TAG and doubled():
-            self.queue(number).packed_arrived(PackedMessages(1, length, data[-length:] if length else b""))
+            self.queues[number].packed_arrived(PackedMessages(1, length, data[-length:] if length else b""))
 
     _patch(Receiving, "packed_arrived", packed_arrived_twice)
 
