@@ -88,6 +88,11 @@ def free_port() -> int:
             return port
 
 
+def python_path(folder: Path) -> str:
+    """Returns PYTHONPATH for a child: the folder, then what this process has, which may be where trio_ucx is."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Peer:
     """A process that runs a function of ``tests/peers.py``; the test and the peer exchange lines of JSON."""
 

@@ -21,7 +21,7 @@ from unittest import mock
 
 import pytest
 import trio
-from helpers import assert_gone, children_of, open_pair
+from helpers import assert_gone, children_of, open_pair, python_path
 
 import trio_ucx
 from trio_ucx import ucp
@@ -372,7 +372,7 @@ def test_corrupted_data_fail(end: str, method: str, kind: str, tmp_path: Path) -
     (tmp_path / "sitecustomize.py").write_text(CORRUPT)
     done = run_cli(
         "perf", "--sizes", "8", "--iterations", "200", "--json",
-        PYTHONPATH=str(tmp_path), CORRUPT_END=end, CORRUPT_METHOD=method,
+        PYTHONPATH=python_path(tmp_path), CORRUPT_END=end, CORRUPT_METHOD=method,
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stdout == ""

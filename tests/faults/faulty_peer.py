@@ -22,7 +22,7 @@ from typing import Any
 
 import attrs
 import trio
-from helpers import HERE, Peer, open_raw_endpoint
+from helpers import HERE, Peer, open_raw_endpoint, python_path
 from peers import ROLES, ask, end_with_parent, say
 
 import trio_ucx
@@ -67,7 +67,7 @@ class Forks:
             self._process = subprocess.Popen(
                 [sys.executable, "-W", "error", "-X", "faulthandler", "-m", "faults.faulty_peer", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": str(HERE), "UCX_LOG_LEVEL": "fatal"},
+                env={**os.environ, "PYTHONPATH": python_path(HERE), "UCX_LOG_LEVEL": "fatal"},
             )
 
     def close(self) -> None:
