@@ -5,6 +5,7 @@
     control, child  the process of one end, and the orders that it gets
     pairs, runner   starting the processes, giving orders, limits of time, interleaved rounds
     stats, marks    figures from measurements; what trio_ucx has to reach
+    busy_cores      whether other programs use the cores that are measured on
     report, plots   tables, JSON, pictures
     steps           the cost of single steps, in one process
     compare, scale, microseconds, crowded

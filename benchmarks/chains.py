@@ -14,14 +14,13 @@ if not __package__:  # run as a file: its folder must not hide other modules
 
 from rich.table import Table
 
-from benchmarks import loops, marks, report, runner
+from benchmarks import busy_cores, loops, marks, report, runner
 from benchmarks.contenders import ours_chains
 from benchmarks.contenders.ours_chains import AWAIT, CHAIN, HOW, JOBS, PLAIN, QUICK_AWAIT
 from benchmarks.jobs import Job
 from benchmarks.marks import Mark, Pick
 from benchmarks.pairs import two_cpus
 from benchmarks.stats import scaled
-from trio_ucx._cli import quiet
 
 ROUNDS, SECONDS = 7, 0.5
 QUICK_ROUNDS, QUICK_SECONDS = 3, 0.1
@@ -84,7 +83,7 @@ def main(given: Sequence[str] | None = None) -> int:
     rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
     seconds = arguments.seconds or (QUICK_SECONDS if arguments.quick else SECONDS)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that our processes are ended
-    busy = quiet.others_percent(two_cpus())
+    busy = busy_cores.others_percent(two_cpus())
     with tempfile.TemporaryDirectory() as folder:
         contenders = ours_chains.contenders(transports, str(loops.build(Path(folder))))
         plan = runner.Plan(contenders, rounds, seconds, two_cpus())

@@ -14,11 +14,10 @@ from pathlib import Path
 if not __package__:  # run as a file: its folder must not hide other modules
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks import marks, report, runner
+from benchmarks import busy_cores, marks, report, runner
 from benchmarks.contenders import Contender, all_contenders, ours_many
 from benchmarks.jobs import BY_SIZE
 from benchmarks.pairs import two_cpus
-from trio_ucx._cli import quiet
 
 ROUNDS, SECONDS = 5, 1.0
 QUICK_ROUNDS, QUICK_SECONDS = 2, 0.2
@@ -99,7 +98,7 @@ def main(given: Sequence[str] | None = None) -> int:
     )
     if None in plan.cpus:
         print("There is only one core: both processes share it, and nothing here says much.", file=sys.stderr)
-    busy = quiet.others_percent(plan.cpus)
+    busy = busy_cores.others_percent(plan.cpus)
     with report.progress(rounds * sum(len(plan.jobs(one)) for one in contenders)) as advance:
         rows = runner.run(plan, advance)
     measured = {key: row.figures for key, row in rows.items()}
@@ -107,7 +106,7 @@ def main(given: Sequence[str] | None = None) -> int:
     report.show(rows, verdicts, missing, report.console())
     if arguments.against:
         report.console().print(report.against_table(rows))
-    if warning := quiet.warning(busy):
+    if warning := busy_cores.warning(busy):
         print(warning, file=sys.stderr)
     settings = {"rounds": rounds, "seconds": seconds, "others_percent": busy}
     found = report.as_json(rows, verdicts, missing, settings)

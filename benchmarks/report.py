@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from trio_ucx._cli import quiet
-
+from . import busy_cores
 from .contenders import BEFORE, Contender
 from .jobs import BURST_COUNT, BY_SIZE, Job, Kind, size_name
 from .marks import Verdict
@@ -214,7 +213,7 @@ def conclude(
     for row in failed:
         to.print(f"{row.contender}, {row.job.key}: {trouble(row)}")
     to.print(marks_table(verdicts))
-    if warning := quiet.warning(settings["others_percent"]):
+    if warning := busy_cores.warning(settings["others_percent"]):
         print(warning, file=sys.stderr)
     if file:
         file.write_text(json.dumps(as_json(rows, verdicts, [], settings), indent=1) + "\n")

@@ -13,12 +13,11 @@ if not __package__:  # run as a file: its folder must not hide other modules
 
 from rich.table import Table
 
-from benchmarks import marks, report, runner
+from benchmarks import busy_cores, marks, report, runner
 from benchmarks.contenders import ours_many
 from benchmarks.jobs import Job
 from benchmarks.pairs import two_cpus
 from benchmarks.stats import scaled
-from trio_ucx._cli import quiet
 
 COUNTS = (1, 10, 100, 1000)
 ROUNDS, SECONDS = 3, 1.0
@@ -77,7 +76,7 @@ def main(given: Sequence[str] | None = None) -> int:
     contenders = ours_many.contenders(counts, transports)
     plan = runner.Plan(contenders, rounds, seconds, two_cpus())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that our processes are ended
-    busy = quiet.others_percent(plan.cpus)
+    busy = busy_cores.others_percent(plan.cpus)
     with report.progress(rounds * sum(len(one.jobs) for one in contenders)) as advance:
         rows = runner.run(plan, advance)
     to = report.console()

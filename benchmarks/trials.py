@@ -22,9 +22,9 @@ import attrs
 
 from benchmarks.options import Figure
 from trio_ucx import connect
-from trio_ucx._cli.ends import Client, RoundKind
+from trio_ucx._cli.local_pair import open_server
 from trio_ucx._cli.measuring import Advance, half_trips, messages_a_second, repeat
-from trio_ucx._cli.pair import open_server
+from trio_ucx._cli.perf_protocol import Client, RoundKind
 from trio_ucx.ucp import open_worker
 
 ROUNDS = 5

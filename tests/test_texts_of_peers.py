@@ -23,7 +23,7 @@ import trio
 from samples import some_description
 
 from trio_ucx import PeerInfo, mesh, ucp
-from trio_ucx._cli import ends
+from trio_ucx._cli import perf_protocol
 from trio_ucx._cli import report as report_command
 from trio_ucx._handshake.control_stream import remote_address
 from trio_ucx._handshake.exchange import Exchange, FrameKind, Refused, UnknownProtocol
@@ -298,12 +298,20 @@ def test_name_of_a_process_that_is_asked() -> None:
         process.communicate(b"\n")
 
 
-@pytest.mark.parametrize("shape", [name for name, shape in ends.SHAPES.items() if ends._text in shape.values()])
+@pytest.mark.parametrize(
+    "shape", [name for name, shape in perf_protocol.SHAPES.items() if perf_protocol._text in shape.values()]
+)
 def test_control_messages_of_perf(shape: str) -> None:
-    readers = {ends._text: EVIL, ends._number: 1, ends._port: 1, ends._true: True, ends._flag: True}
+    readers = {
+        perf_protocol._text: EVIL,
+        perf_protocol._number: 1,
+        perf_protocol._port: 1,
+        perf_protocol._true: True,
+        perf_protocol._flag: True,
+    }
     values: dict[Callable[[Any], Any], Any] = readers
-    message = {name: values[read] for name, read in ends.SHAPES[shape].items()}
-    decoded = ends.read_message(bytearray(json.dumps(message).encode()), shape)
+    message = {name: values[read] for name, read in perf_protocol.SHAPES[shape].items()}
+    decoded = perf_protocol.read_message(bytearray(json.dumps(message).encode()), shape)
     assert decoded is not None
     check(*texts(list(decoded.values())))
 

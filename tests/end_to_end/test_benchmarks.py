@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.append(str(ROOT))  # at the end: what is installed is tested
 
 from benchmarks import (  # noqa: E402
+    busy_cores,
     chains,
     compare,
     crowded,
@@ -36,7 +37,7 @@ from benchmarks.contenders import Contender, all_contenders, load, ours_many, ou
 from benchmarks.jobs import BY_SIZE, Batch, Job, pattern  # noqa: E402
 from benchmarks.options import OPTIONS, Figure  # noqa: E402
 from trio_ucx import ucp  # noqa: E402
-from trio_ucx._cli import quiet  # noqa: E402
+from trio_ucx._cli.idle_cores import busy_shares  # noqa: E402
 from trio_ucx._native import ucx  # noqa: E402
 from trio_ucx.ucp._context import _memory_units  # noqa: E402
 from trio_ucx.ucp._quirks.default_options import DEFAULT_OPTIONS  # noqa: E402
@@ -144,10 +145,11 @@ def test_perftest_prints_figures() -> None:
 def test_who_else_uses_the_cores() -> None:
     before = "cpu 9 9 9 9 9 9 9 9 0 0\ncpu0 100 0 0 100 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0 0 0\nintr 5\n"
     after = "cpu 9 9 9 9 9 9 9 9 0 0\ncpu0 125 0 0 175 0 0 0 0 0 0\ncpu1 90 0 0 10 0 0 0 0 0 0\nintr 5\n"
-    assert quiet.busy_percent(before, after, (0, None)) == 90
-    assert quiet.busy_percent(before, after, (0,)) == 25
-    assert quiet.busy_shares(before, after) == {0: 0.25, 1: 0.9}
-    assert quiet.warning(25) and not quiet.warning(1)
+    shares = busy_shares(before, after)
+    assert shares == {0: 0.25, 1: 0.9}
+    assert busy_cores.busiest_percent(shares, (0, None)) == 90
+    assert busy_cores.busiest_percent(shares, (0,)) == 25
+    assert busy_cores.warning(25) and not busy_cores.warning(1)
 
 
 def test_names_are_chosen_by_patterns() -> None:

@@ -25,7 +25,7 @@ from helpers import assert_gone, children_of, open_pair, python_path
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._cli import ends, info, main, paths, perf
+from trio_ucx._cli import info, main, payload_paths, perf, perf_protocol
 from trio_ucx._cli.errors import PerfError, describe
 
 from .programs import AUTHKEY, QUICK, TIMEOUT, listening_address, read_line, run_cli, start_cli
@@ -181,20 +181,20 @@ def test_plain_tcp_that_cannot_be_had() -> None:
                 with mock.patch.object(trio, "open_tcp_stream", side_effect=error):
                     async with client.plain_tcp(server) as why_not:
                         assert why_not == "refused"
-                        assert (await client.run_next(ends.RoundKind.LATENCY, 8, 3)).total > 0
+                        assert (await client.run_next(perf_protocol.RoundKind.LATENCY, 8, 3)).total > 0
             with mock.patch.object(trio, "open_tcp_listeners", side_effect=OSError("no port")):
                 async with client.plain_tcp(server) as why_not:
                     assert why_not == "the other side: it cannot listen at another port: no port"
             with (
-                mock.patch.object(paths, "STREAM_PATIENCE", 0.2),
-                mock.patch.object(ends, "connect_stream", connected_elsewhere),
+                mock.patch.object(payload_paths, "STREAM_PATIENCE", 0.2),
+                mock.patch.object(perf_protocol, "connect_stream", connected_elsewhere),
             ):
                 async with client.plain_tcp(server) as why_not:
                     assert re.fullmatch(r"the other side: nobody has connected to port \d+ with the token", why_not)
-                    assert (await client.run_next(ends.RoundKind.LATENCY, 8, 3)).total > 0
+                    assert (await client.run_next(perf_protocol.RoundKind.LATENCY, 8, 3)).total > 0
             async with client.plain_tcp(server) as why_not:
                 assert why_not == ""
-                for kind in ends.RoundKind:
+                for kind in perf_protocol.RoundKind:
                     assert (await client.run_next(kind, 70_000, 3, plain=True)).total > 0
 
     trio.run(main)
@@ -217,7 +217,7 @@ def test_a_stranger_at_the_plain_port() -> None:
 
     async def main() -> None:
         async with open_ends() as (client, server), trio.open_nursery() as nursery:
-            connect_stream = paths.connect_stream
+            connect_stream = payload_paths.connect_stream
             strangers: list[trio.SocketStream] = []
 
             async def after_strangers(connection: trio_ucx.Connection, port: int, token: str) -> trio.SocketStream:
@@ -229,10 +229,10 @@ def test_a_stranger_at_the_plain_port() -> None:
                         await stranger.send_eof()  # the last one waits, and says nothing
                 return await connect_stream(connection, port, token)
 
-            with mock.patch.object(ends, "connect_stream", after_strangers):
+            with mock.patch.object(perf_protocol, "connect_stream", after_strangers):
                 async with client.plain_tcp(server) as why_not:
                     assert why_not == ""
-                    assert (await client.run_next(ends.RoundKind.STREAM, 8, 100, plain=True)).total > 0
+                    assert (await client.run_next(perf_protocol.RoundKind.STREAM, 8, 100, plain=True)).total > 0
             for stranger in strangers:
                 nursery.start_soon(stranger.aclose)
 
@@ -240,7 +240,7 @@ def test_a_stranger_at_the_plain_port() -> None:
 
 
 @asynccontextmanager
-async def open_ends() -> AsyncIterator[tuple[ends.Client, dict[str, Any]]]:
+async def open_ends() -> AsyncIterator[tuple[perf_protocol.Client, dict[str, Any]]]:
     """Yields the client's end of a measurement, whose server is here, and the server's hello."""
     with trio.fail_after(TIMEOUT):
         async with ucp.open_worker(config={"TLS": "tcp"}) as worker, trio.open_nursery() as nursery:
@@ -248,14 +248,14 @@ async def open_ends() -> AsyncIterator[tuple[ends.Client, dict[str, Any]]]:
             [server] = await nursery.start(
                 partial(
                     trio_ucx.serve_ucx,
-                    lambda connection: ends.serve(connection, turn),
+                    lambda connection: perf_protocol.serve(connection, turn),
                     0,
                     host="127.0.0.1",
                     worker=worker,
                 )
             )
             async with trio_ucx.connect(server.address, worker=worker) as connection:
-                client = ends.Client(connection)
+                client = perf_protocol.Client(connection)
                 yield client, await client.introduce()
             nursery.cancel_scope.cancel()
 
@@ -346,7 +346,7 @@ CORRUPT = """
 import os, sys
 if ("--until-stdin-closes" in sys.orig_argv) == (os.environ["CORRUPT_END"] == "server") and "perf" in sys.orig_argv:
     from trio_ucx import Connection
-    from trio_ucx._cli.paths import PAYLOAD_TAG
+    from trio_ucx._cli.payload_paths import PAYLOAD_TAG
     method = os.environ["CORRUPT_METHOD"]
     original = getattr(Connection, method)
     count = 0
@@ -384,9 +384,9 @@ def test_corrupted_data_fail(end: str, method: str, kind: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("mistake", ["stale", "swapped", "lost"])
 def test_verification(mistake: str) -> None:
-    payloads = ends.Payloads()
+    payloads = perf_protocol.Payloads()
     for shift in (0, 1):
-        round = ends.Round(ends.RoundKind.STREAM, "seed", 16, 10, shift)
+        round = perf_protocol.Round(perf_protocol.RoundKind.STREAM, "seed", 16, 10, shift)
         pieces, places = payloads.prepare(round)
         arriving = list(pieces)
         if shift == 1:
@@ -412,11 +412,11 @@ def test_verification(mistake: str) -> None:
 )
 def test_server_refuses_senseless_rounds(change: dict[str, Any]) -> None:
     good = {"kind": "stream", "seed": "a", "size": 8, "count": 3, "shift": 5}
-    assert ends.Round.from_message(good).count == 3
+    assert perf_protocol.Round.from_message(good).count == 3
     with pytest.raises(PerfError, match="an invalid round"):
-        ends.Round.from_message({**good, **change})
+        perf_protocol.Round.from_message({**good, **change})
     with pytest.raises(PerfError, match="an invalid round"):
-        ends.Round.from_message({"kind": "stream"})
+        perf_protocol.Round.from_message({"kind": "stream"})
 
 
 GOOD: dict[str, dict[str, Any]] = {
@@ -434,11 +434,11 @@ GOOD: dict[str, dict[str, Any]] = {
 
 def test_control_messages() -> None:
     """Only a complete message is decoded, and each entry has its type."""
-    assert set(GOOD) == set(ends.SHAPES)
+    assert set(GOOD) == set(perf_protocol.SHAPES)
     for entry, good in GOOD.items():
 
         def read(message: object, entry: str = entry) -> dict[str, Any] | None:
-            return ends.read_message(bytearray(json.dumps(message).encode()), entry)
+            return perf_protocol.read_message(bytearray(json.dumps(message).encode()), entry)
 
         found = read({**good, "more": [[]]})
         assert found is not None and json.loads(json.dumps(found)) == good
@@ -461,7 +461,7 @@ def test_control_messages() -> None:
                 long = read({**good, name: "\x1b]0;title\x07\n\ud800\u202e\u009b" + "x" * 5000})
                 assert long is not None and long[name].isprintable() and len(long[name]) == 1000
     for data in (b"[" * 16000, b'{"perf":' * 2000, b"", b"\xff", b"1" * 16000, b"{}", b"[]", b'"perf"', b"null"):
-        assert ends.read_message(bytearray(data), *GOOD) is None
+        assert perf_protocol.read_message(bytearray(data), *GOOD) is None
 
 
 @pytest.mark.full
@@ -504,13 +504,13 @@ async def test_other_programs_are_told() -> None:
 
             async def handle(connection: trio_ucx.Connection) -> None:
                 with pytest.raises(PerfError, match="is it trio_ucx's perf"):
-                    await ends.serve(connection, trio.Lock())
+                    await perf_protocol.serve(connection, trio.Lock())
 
             [listener, *_] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
             async with trio_ucx.connect(("127.0.0.1", listener.address[1])) as connection:
                 await connection.send(b"GET / HTTP/1.1")
                 with pytest.raises(PerfError, match=r"the other side says: .*is it trio_ucx's perf"):
-                    await ends.hear(connection, "perf")
+                    await perf_protocol.hear(connection, "perf")
             nursery.cancel_scope.cancel()
 
 
@@ -523,22 +523,22 @@ async def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
             [listener, *_] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
             async with trio_ucx.connect(("127.0.0.1", listener.address[1])) as connection:
-                monkeypatch.setattr(ends, "PATIENCE", 0.1)
-                client = ends.Client(connection)
+                monkeypatch.setattr(perf_protocol, "PATIENCE", 0.1)
+                client = perf_protocol.Client(connection)
                 with pytest.raises(PerfError, match="no answer from the server"):
                     await client.introduce()
                 with pytest.raises(PerfError, match="did not end in"):
-                    await client.run(ends.Round(ends.RoundKind.LATENCY, "seed", 8, 1, 0))
+                    await client.run(perf_protocol.Round(perf_protocol.RoundKind.LATENCY, "seed", 8, 1, 0))
             nursery.cancel_scope.cancel()
 
 
 async def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ends, "PATIENCE", 0.1)
+    monkeypatch.setattr(perf_protocol, "PATIENCE", 0.1)
     with trio.fail_after(TIMEOUT):
         async with ucp.open_worker() as worker, open_pair(worker, window=4096) as (server, _):
             with pytest.raises(PerfError, match="has read nothing"):
                 while True:
-                    await ends.tell(server, {"ready": True})
+                    await perf_protocol.tell(server, {"ready": True})
 
 
 def test_no_server_at_the_address() -> None:

@@ -1,16 +1,18 @@
 """The command line, ``python -m trio_ucx``.
 
-    errors      errors that are not bugs
-    info        the command info: what UCX offers on this machine, and the configuration in force
-    privileges  what the kernel lets this process do and use
-    sizes       message sizes, as people write them
-    ends        the two ends of a measurement: their protocol, and how they verify data
-    measuring   measuring for a number of seconds or messages, with a progress bar
-    perf        the command perf: server, client, results
-    pair        both ends as processes of this machine
-    report      asks another process for its report
-    mesh        the command mesh: starts the ranks of a mesh on this machine
-    here        the commands and their exit status
+    errors         errors that are not bugs
+    info           the command info: what UCX offers on this machine, and the configuration in force
+    privileges     what the kernel lets this process do and use
+    sizes          message sizes, as people write them
+    idle_cores     how many cores other programs leave idle
+    payload_paths  what carries the payloads of a measurement: a Connection, or plain TCP beside it
+    perf_protocol  what the client and the server of a measurement say to each other, and how they verify data
+    measuring      measuring for a number of seconds or messages, with a progress bar
+    local_pair     a client and a server as processes of this machine
+    perf           the command perf: server, client, results
+    report         the command report: asks another process for its report
+    mesh           the command mesh: starts the ranks of a mesh on this machine
+    here           the commands and their exit status
 
 It may import everything but ``testing``. Results go to stdout, everything else to stderr. The exit status is 0, 1 after
 an error, 2 for wrong arguments, 130 after Ctrl-C.

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 import trio
 
 from .. import ucp
-from .ends import Client, RoundKind, Timing, round_limit
+from .perf_protocol import Client, RoundKind, Timing, round_limit
 
 DEFAULT_SECONDS = 1.0
 WARM_UP_MESSAGES = 64

@@ -22,11 +22,11 @@ from .. import Connection, NotAdmitted, connect, serve_ucx
 from .._opening.options import check_authkey
 from .._version import __version__
 from ..ucp._address import format_address, split_address
-from . import quiet
-from .ends import Client, RoundKind, Timing, serve
 from .errors import EXPECTED, describe
+from .idle_cores import count_idle_cores
+from .local_pair import AUTHKEY_VARIABLE, run_pair, transport_options
 from .measuring import DEFAULT_SECONDS, Advance, chosen_worker, half_trips, messages_a_second, progress_bar, repeat
-from .pair import AUTHKEY_VARIABLE, run_pair, transport_options
+from .perf_protocol import Client, RoundKind, Timing, serve
 from .sizes import format_size, parse_sizes
 
 DEFAULT_SIZES = "8,256,4k,64k,1M"
@@ -226,7 +226,7 @@ async def run_client(arguments: argparse.Namespace) -> int:
                 },
                 "transports": [attrs.asdict(one) for one in connection.endpoint.transports],
                 "without_plain_tcp": why_not,
-                "idle_cores": await trio.to_thread.run_sync(quiet.idle_cores, list(os.sched_getaffinity(0))),
+                "idle_cores": await trio.to_thread.run_sync(count_idle_cores, list(os.sched_getaffinity(0))),
             }
             if not arguments.json:
                 print(header_text(header), flush=True)
@@ -245,13 +245,13 @@ async def measure(
     client: Client, size: int, arguments: argparse.Namespace, with_plain: bool, advance: Advance
 ) -> Result:
     if not with_plain:
-        return await measure_way(client, size, arguments, False, advance)
-    plain = await measure_way(client, size, arguments, True, lambda share: advance(share / 2))
-    ours = await measure_way(client, size, arguments, False, lambda share: advance((1 + share) / 2))
+        return await measure_path(client, size, arguments, False, advance)
+    plain = await measure_path(client, size, arguments, True, lambda share: advance(share / 2))
+    ours = await measure_path(client, size, arguments, False, lambda share: advance((1 + share) / 2))
     return attrs.evolve(ours, plain_tcp=plain)
 
 
-async def measure_way(
+async def measure_path(
     client: Client, size: int, arguments: argparse.Namespace, plain: bool, advance: Advance
 ) -> Result:
     async def run(kind: RoundKind, begin: float) -> list[tuple[Timing, int]]:

@@ -1,4 +1,4 @@
-"""Both ends of a measurement as processes of this machine: ``perf`` without an address."""
+"""A client and a server of ``perf`` as processes of this machine: ``perf`` without an address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two ends of a measurement: their protocol, and how they verify data.
+"""The protocol of ``perf``: what its client and its server say to each other, and how they verify data.
 
 The client leads. Control messages are JSON objects in one tag queue; the payloads have a tag queue of their own.
 
@@ -12,8 +12,8 @@ The client leads. Control messages are JSON objects in one tag queue; the payloa
                        <-   verified
     ... more rounds, until the client closes; instead of any answer: error
 
-For a comparison the client asks for plain TCP between the same two processes (:mod:`.paths`). From then on it says of
-each round which way the payloads go.
+For a comparison the client asks for plain TCP between the same two processes (:mod:`.payload_paths`). From then on it
+says of each round which path its payloads take.
 
     client                  server
     tcp                ->
@@ -51,7 +51,15 @@ from .._native import ucx
 from .._version import __version__
 from ..ucp._util import check_integer, printable
 from .errors import PerfError, describe
-from .paths import CONTROL_TAG, ConnectionPath, PayloadPath, StreamPath, accept_stream, broken_stream, connect_stream
+from .payload_paths import (
+    CONTROL_TAG,
+    ConnectionPath,
+    PayloadPath,
+    StreamPath,
+    accept_stream,
+    broken_stream,
+    connect_stream,
+)
 from .sizes import MAX_SIZE
 
 PROTOCOL = 1

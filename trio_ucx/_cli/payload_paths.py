@@ -1,4 +1,4 @@
-"""The ways of a measurement's payloads: a Connection, and beside it plain TCP between the same two processes.
+"""The paths of a measurement's payloads: a Connection, and beside it plain TCP between the same two processes.
 
 For plain TCP the server listens at a port of its own for one stream, which must begin with a token that the server has
 sent over the Connection. The two ends talk about the rounds over the Connection all the time.
