@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 from trio_ucx._cli.idle_cores import measure_busy_shares
@@ -20,9 +21,8 @@ def busiest_percent(shares: Mapping[int, float], cores: Sequence[int | None]) ->
     return 100 * max((share for core, share in shares.items() if core in cores or None in cores), default=0.0)
 
 
-def warning(busy: float) -> str:
-    if busy <= TOLERABLE:
-        return ""
-    return (
-        f"Others use {busy:.0f} % of a core that is measured on: these figures say little, their ratios not much more."
-    )
+def warn(busy: float) -> None:
+    """Prints a warning if other programs use more than is tolerable."""
+    if busy > TOLERABLE:
+        others = f"Others use {busy:.0f} % of a core that is measured on"
+        print(f"{others}: these figures say little, their ratios not much more.", file=sys.stderr)

@@ -106,8 +106,7 @@ def main(given: Sequence[str] | None = None) -> int:
     report.show(rows, verdicts, missing, report.console())
     if arguments.against:
         report.console().print(report.against_table(rows))
-    if warning := busy_cores.warning(busy):
-        print(warning, file=sys.stderr)
+    busy_cores.warn(busy)
     settings = {"rounds": rounds, "seconds": seconds, "others_percent": busy}
     found = report.as_json(rows, verdicts, missing, settings)
     if arguments.json:

@@ -211,8 +211,7 @@ def main(given: Sequence[str] | None = None) -> int:
     missing = {one.install for each in SITUATIONS for one in each.contenders(transports) if not one.installed}
     for install in sorted(missing):
         print(f"not measured, because packages are missing, which this installs: {install}", file=sys.stderr)
-    if warning := busy_cores.warning(busy):
-        print(warning, file=sys.stderr)
+    busy_cores.warn(busy)
     return 1 if failed else 0
 
 

@@ -95,8 +95,7 @@ def main(given: Sequence[str] | None = None) -> int:
     found = {one: trio.run(measure, one, arguments.seconds) for one in arguments.transports.split()}
     others = [name for name in DEFAULT_OPTIONS if name not in OPTIONS]
     print(paragraph(f"Not about speed, see trio_ucx/ucp/_quirks/default_options.py: {', '.join(others)}."))
-    if warning := busy_cores.warning(busy):
-        print(warning, file=sys.stderr)
+    busy_cores.warn(busy)
     if arguments.json:
         report = {transports: [trial_json(trial) for trial in done] for transports, done in found.items()}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")

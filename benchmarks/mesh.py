@@ -352,8 +352,7 @@ def main(given: Sequence[str] | None = None) -> int:
             report.console().print(report.marks_table(verdicts(medians, judged=pin)))
             if not pin:
                 print(f"4 ranks share {cores} cores: the marks, which are for a core each, are not judged.")
-    if warning := busy_cores.warning(busy):
-        print(warning, file=sys.stderr)
+    busy_cores.warn(busy)
     if arguments.json:
         found = {"machine": report.machine(), "versions": report.versions(), "rounds": results}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -260,8 +260,7 @@ def main(given: Sequence[str] | None = None) -> int:
     failed = [row for row in rows.values() if row.errors]
     for row in failed:
         to.print(f"{row.contender}, {row.job.key}: {report.trouble(row)}")
-    if warning := busy_cores.warning(busy):
-        print(warning, file=sys.stderr)
+    busy_cores.warn(busy)
     if arguments.json:
         settings = {"rounds": rounds, "seconds": seconds, "others_percent": busy}
         arguments.json.write_text(

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -213,8 +212,7 @@ def conclude(
     for row in failed:
         to.print(f"{row.contender}, {row.job.key}: {trouble(row)}")
     to.print(marks_table(verdicts))
-    if warning := busy_cores.warning(settings["others_percent"]):
-        print(warning, file=sys.stderr)
+    busy_cores.warn(settings["others_percent"])
     if file:
         file.write_text(json.dumps(as_json(rows, verdicts, [], settings), indent=1) + "\n")
     return 1 if failed else 0

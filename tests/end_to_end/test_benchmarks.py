@@ -142,14 +142,17 @@ def test_perftest_prints_figures() -> None:
         perftest.parse("nothing\n")
 
 
-def test_who_else_uses_the_cores() -> None:
+def test_who_else_uses_the_cores(capsys: pytest.CaptureFixture[str]) -> None:
     before = "cpu 9 9 9 9 9 9 9 9 0 0\ncpu0 100 0 0 100 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0 0 0\nintr 5\n"
     after = "cpu 9 9 9 9 9 9 9 9 0 0\ncpu0 125 0 0 175 0 0 0 0 0 0\ncpu1 90 0 0 10 0 0 0 0 0 0\nintr 5\n"
     shares = busy_shares(before, after)
     assert shares == {0: 0.25, 1: 0.9}
     assert busy_cores.busiest_percent(shares, (0, None)) == 90
     assert busy_cores.busiest_percent(shares, (0,)) == 25
-    assert busy_cores.warning(25) and not busy_cores.warning(1)
+    busy_cores.warn(1)
+    assert capsys.readouterr().err == ""
+    busy_cores.warn(25)
+    assert capsys.readouterr().err.startswith("Others use 25 % of a core")
 
 
 def test_names_are_chosen_by_patterns() -> None:
