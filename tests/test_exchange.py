@@ -37,7 +37,7 @@ from trio_ucx._handshake.exchange import (
 from trio_ucx._handshake.peer_description import PeerDescription, SharedMemory, why_not_shared_memory
 from trio_ucx._rules import wire
 from trio_ucx._rules.wire import MAGIC, VERSION, ProtocolError
-from trio_ucx.ucp._engine.peer_workers import Standing
+from trio_ucx.ucp._engine.peer_workers import EndpointSummary
 from trio_ucx.ucp._keys import KEY_SIZE
 from trio_ucx.ucp._process import Host, Process
 from trio_ucx.ucp._quirks.option_limits import DEFAULT_SIZES
@@ -48,7 +48,13 @@ KEYS = [None, b"secret"]
 HEAD = struct.Struct("<IB")
 #: Magic, version, flags, nonce.
 PREAMBLE = 8 + 2 + 2 + 32
-STANDINGS = [Standing(), Standing(3), Standing(3, 2), Standing(7, 7, True), Standing(65535, 65535, True)]
+SUMMARIES = [
+    EndpointSummary(),
+    EndpointSummary(3),
+    EndpointSummary(3, 2),
+    EndpointSummary(7, 7, True),
+    EndpointSummary(65535, 65535, True),
+]
 
 
 @attrs.define(eq=False)
@@ -56,7 +62,7 @@ class Side:
     """One side, which answers as the library does.
 
     Attributes:
-        standing: what a server says.
+        summary: what a server says.
         choice: what a client takes: the generation, and whether both send HELLO; None: it sends AGAIN.
         again: whether a server answers TAKE with AGAIN.
         silent_after: an event that this side does not answer.
@@ -65,7 +71,7 @@ class Side:
 
     exchange: Exchange
     description: PeerDescription
-    standing: Standing = STANDINGS[0]
+    summary: EndpointSummary = SUMMARIES[0]
     choice: tuple[int, bool] | None = (1, True)
     again: bool = False
     silent_after: type | None = None
@@ -88,7 +94,7 @@ class Side:
         exchange = self.exchange
         match event:
             case Opened():
-                exchange.welcome(self.description, self.standing)
+                exchange.welcome(self.description, self.summary)
             case Welcomed():
                 if self.choice is None:
                     exchange.again()
@@ -158,17 +164,17 @@ CUTS = [whole, single_bytes, *(at_random(random.Random(seed)) for seed in range(
 
 
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("standing", STANDINGS)
+@pytest.mark.parametrize("summary", SUMMARIES)
 @pytest.mark.parametrize("choice", [(0, True), (8, False), (65535, True)])
 @pytest.mark.parametrize("again", [False, True])
-def test_both_sides(key: bytes | None, standing: Standing, choice: tuple[int, bool], again: bool) -> None:
+def test_both_sides(key: bytes | None, summary: EndpointSummary, choice: tuple[int, bool], again: bool) -> None:
     for cut in CUTS:
         client, server = two_sides(key, key, again=again)
-        server.standing, client.choice = standing, choice
+        server.summary, client.choice = summary, choice
         talk(client, server, cut)
         assert client.error is server.error is None
         assert server.events == [Opened(client.description), Taken(*choice)]
-        assert client.events == [Welcomed(server.description, standing), *[Again()] * again]
+        assert client.events == [Welcomed(server.description, summary), *[Again()] * again]
         assert (
             client.exchange.state is server.exchange.state is (ExchangeState.ENDED if again else ExchangeState.GREETING)
         )
@@ -183,7 +189,7 @@ def test_client_that_finds_no_endpoint(key: bytes | None) -> None:
         talk(client, server, cut)
         assert client.error is server.error is None
         assert server.events == [Opened(client.description), Again()]
-        assert client.events == [Welcomed(server.description, server.standing)]
+        assert client.events == [Welcomed(server.description, server.summary)]
         assert client.exchange.state is server.exchange.state is ExchangeState.ENDED
         for exchange in (client.exchange, server.exchange):
             exchange.abort()
@@ -401,8 +407,8 @@ MALFORMED: list[tuple[FrameKind, bytes]] = [
     *((kind, body + b"x") for bodies in (BODIES, WITH_KEY) for kind, body in bodies.items() if kind in WITH_KEY),
     *((kind, bytes(KEY_SIZE)) for kind in WITH_KEY),
     *(
-        (FrameKind.WELCOME, struct.pack("<HHB", *standing) + some_description().encode())
-        for standing in ((0, 1, 0), (4, 5, 1), (65534, 65535, 0), (4, 4, 2), (4, 4, 255))
+        (FrameKind.WELCOME, struct.pack("<HHB", *summary) + some_description().encode())
+        for summary in ((0, 1, 0), (4, 5, 1), (65534, 65535, 0), (4, 4, 2), (4, 4, 255))
     ),
     *((FrameKind.TAKE, body) for body in (b"", bytes(2), bytes(4), bytes(4096))),
     *((FrameKind.TAKE, struct.pack("<HB", 1, greet)) for greet in (2, 255)),

@@ -28,7 +28,7 @@ from trio_ucx._open import _Destination
 from trio_ucx.ucp import Status, _connecting
 from trio_ucx.ucp._connecting import connect_shared, connect_worker
 from trio_ucx.ucp._engine import peer_workers as module
-from trio_ucx.ucp._engine.peer_workers import IDLE_TIME, LIMIT, PeerWorker, PeerWorkers, Standing
+from trio_ucx.ucp._engine.peer_workers import IDLE_TIME, LIMIT, EndpointSummary, PeerWorker, PeerWorkers
 
 
 @attrs.define
@@ -89,8 +89,8 @@ class OneSide:
         if not self.peer_worker.left(core, reusable=reusable):
             core.close()
 
-    def standing(self, address: Any = WITH) -> Standing:
-        return self.peer_worker.standing(address)
+    def summary(self, address: Any = WITH) -> EndpointSummary:
+        return self.peer_worker.summary(address)
 
     def get(self, generation: int, address: Any = WITH, *, greeted: bool = True) -> Core:
         core = self.peer_worker.get(generation, address, lambda: self.make(address))
@@ -107,7 +107,7 @@ class OneSide:
 
     def passes(self, made: int) -> None:
         """Uses generations up, as raw endpoints do."""
-        for _ in range(made - self.standing().made):
+        for _ in range(made - self.summary().made):
             self.peer_worker.count_made()
 
 
@@ -146,42 +146,42 @@ def test_choose(side: OneSide, ours: tuple[int, int], theirs: tuple[int, int], g
         side.passes(shared - 1)
         side.get(shared)
     side.passes(made)
-    assert side.standing() == Standing(made, shared, greeted=bool(shared))
-    assert side.peer_worker.choose(Standing(*theirs), WITH) == generation
+    assert side.summary() == EndpointSummary(made, shared, greeted=bool(shared))
+    assert side.peer_worker.choose(EndpointSummary(*theirs), WITH) == generation
 
 
 def test_choose_of_either_kind(side: OneSide) -> None:
     """The kinds are counted together, and each has an endpoint of its own."""
     side.get(1, WITH)
-    assert side.standing(WITHOUT) == Standing(1)
-    assert side.peer_worker.choose(Standing(1), WITHOUT) == 2
-    assert side.peer_worker.choose(Standing(0), WITHOUT) is None
-    assert side.peer_worker.choose(Standing(2, 2), WITHOUT) == 2
+    assert side.summary(WITHOUT) == EndpointSummary(1)
+    assert side.peer_worker.choose(EndpointSummary(1), WITHOUT) == 2
+    assert side.peer_worker.choose(EndpointSummary(0), WITHOUT) is None
+    assert side.peer_worker.choose(EndpointSummary(2, 2), WITHOUT) == 2
     side.get(2, WITHOUT, greeted=False)
-    assert side.standing(WITH) == Standing(2, 1, True)
-    assert side.standing(WITHOUT) == Standing(2, 2)
-    assert side.peer_worker.choose(Standing(2, 1), WITH) == 1
-    assert side.peer_worker.choose(Standing(2, 2), WITHOUT) == 2
-    assert side.peer_worker.choose(Standing(2), WITH) == 3
-    assert side.peer_worker.choose(Standing(1), WITHOUT) == 2
-    assert side.peer_worker.choose(Standing(1), WITH) is None
+    assert side.summary(WITH) == EndpointSummary(2, 1, True)
+    assert side.summary(WITHOUT) == EndpointSummary(2, 2)
+    assert side.peer_worker.choose(EndpointSummary(2, 1), WITH) == 1
+    assert side.peer_worker.choose(EndpointSummary(2, 2), WITHOUT) == 2
+    assert side.peer_worker.choose(EndpointSummary(2), WITH) == 3
+    assert side.peer_worker.choose(EndpointSummary(1), WITHOUT) == 2
+    assert side.peer_worker.choose(EndpointSummary(1), WITH) is None
 
 
 def test_choose_leaves_an_endpoint_that_a_client_was_told_of(side: OneSide) -> None:
     side.get(1)
     side.peer_worker.hold_for_client(WITH)
-    assert side.peer_worker.choose(Standing(1, 0), WITH) is None
-    assert side.peer_worker.choose(Standing(1, 0), WITHOUT) == 2
+    assert side.peer_worker.choose(EndpointSummary(1, 0), WITH) is None
+    assert side.peer_worker.choose(EndpointSummary(1, 0), WITHOUT) == 2
     side.peer_worker.release_hold(WITH)
-    assert side.peer_worker.choose(Standing(1, 0), WITH) == 2
+    assert side.peer_worker.choose(EndpointSummary(1, 0), WITH) == 2
 
 
 def test_choose_ends_at_the_limit(side: OneSide) -> None:
     side.passes(LIMIT - 2)
-    assert side.peer_worker.choose(Standing(LIMIT - 2), WITH) == LIMIT - 1
+    assert side.peer_worker.choose(EndpointSummary(LIMIT - 2), WITH) == LIMIT - 1
     side.get(LIMIT - 1)
-    assert side.peer_worker.choose(Standing(LIMIT - 1, LIMIT - 1), WITH) == LIMIT - 1
-    assert side.peer_worker.choose(Standing(LIMIT - 1), WITH) is None
+    assert side.peer_worker.choose(EndpointSummary(LIMIT - 1, LIMIT - 1), WITH) == LIMIT - 1
+    assert side.peer_worker.choose(EndpointSummary(LIMIT - 1), WITH) is None
 
 
 def test_get(side: OneSide) -> None:
@@ -209,8 +209,8 @@ def test_get_of_either_kind(side: OneSide) -> None:
     side.peer_worker.release_hold(WITHOUT)
     assert side.cannot_get(3, WITH)
     newer = side.get(3, WITHOUT)
-    assert side.standing(WITH) == Standing(3, 1, True)
-    assert side.standing(WITHOUT) == Standing(3, 3, True)
+    assert side.summary(WITH) == EndpointSummary(3, 1, True)
+    assert side.summary(WITHOUT) == EndpointSummary(3, 3, True)
     assert not any(each.gone for each in (core, other, newer))
 
 
@@ -223,7 +223,7 @@ def test_get_that_fails(side: OneSide) -> None:
 
     with pytest.raises(OSError):
         side.peer_worker.get(2, WITH, fail)
-    assert side.standing() == Standing(2, 1, True)
+    assert side.summary() == EndpointSummary(2, 1, True)
     assert side.get(1) is core
 
 
@@ -241,14 +241,14 @@ def test_endpoint_that_is_left_is_kept_for_a_moment(side: OneSide, clock: Clock)
     clock.pass_idle_time()
     side.peer_worker.close_idle()
     assert core.gone and side.peer_worker.idle == 0
-    assert side.standing() == Standing(1)
+    assert side.summary() == EndpointSummary(1)
 
 
 def test_endpoint_that_cannot_be_kept(side: OneSide) -> None:
     core = side.get(1)
     side.leave(core, reusable=False)
     assert core.gone and not side.watched
-    assert side.standing() == Standing(1)
+    assert side.summary() == EndpointSummary(1)
 
 
 @pytest.mark.parametrize("reusable", [True, False])
@@ -256,7 +256,7 @@ def test_endpoint_that_was_not_greeted_is_closed_later(side: OneSide, clock: Clo
     core = side.get(1, greeted=False)
     side.leave(core, reusable=reusable)
     assert not core.gone and side.watched
-    assert side.standing() == Standing(1), "no Connection may join it"
+    assert side.summary() == EndpointSummary(1), "no Connection may join it"
     clock.pass_idle_time()
     side.peer_worker.close_idle()
     assert core.gone
@@ -266,7 +266,7 @@ def test_endpoint_that_was_replaced_is_closed_when_it_is_left(side: OneSide) -> 
     old, new = side.get(1), side.get(2)
     side.leave(old, reusable=True)
     assert old.gone and not new.gone
-    assert side.standing() == Standing(2, 2, True)
+    assert side.summary() == EndpointSummary(2, 2, True)
 
 
 def test_idle_endpoint_that_is_replaced(side: OneSide) -> None:
@@ -274,7 +274,7 @@ def test_idle_endpoint_that_is_replaced(side: OneSide) -> None:
     side.leave(old, reusable=True)
     new = side.get(2)
     assert old.gone and side.peer_worker.idle == 0
-    assert side.standing() == Standing(2, 2, True)
+    assert side.summary() == EndpointSummary(2, 2, True)
     assert side.get(2) is new
 
 
@@ -288,7 +288,7 @@ def test_endpoint_that_a_client_was_told_of_stays(side: OneSide, clock: Clock, r
     clock.pass_idle_time()
     side.peer_worker.close_idle()
     assert not core.gone
-    assert side.standing() == Standing(1, 1, True)
+    assert side.summary() == EndpointSummary(1, 1, True)
     side.peer_worker.release_hold(WITH)
     side.peer_worker.close_idle()
     assert core.gone
@@ -307,8 +307,8 @@ def test_idle_endpoints_of_either_kind(side: OneSide, clock: Clock) -> None:
     clock.pass_idle_time()
     side.peer_worker.close_idle()
     assert newer.gone and not other.gone
-    assert side.standing(WITH) == Standing(3)
-    assert side.standing(WITHOUT) == Standing(3, 2, True)
+    assert side.summary(WITH) == EndpointSummary(3)
+    assert side.summary(WITHOUT) == EndpointSummary(3, 2, True)
     side.peer_worker.release_hold(WITHOUT)
     side.peer_worker.close_idle()
     assert other.gone
@@ -321,8 +321,8 @@ def test_endpoint_that_cannot_be_kept_of_either_kind(side: OneSide) -> None:
     for each in (core, other):
         side.leave(each, reusable=False)
     assert other.gone and not core.gone
-    assert side.standing(WITH) == Standing(2, 1, True)
-    assert side.standing(WITHOUT) == Standing(2)
+    assert side.summary(WITH) == EndpointSummary(2, 1, True)
+    assert side.summary(WITHOUT) == EndpointSummary(2)
 
 
 def test_endpoint_that_has_ended_is_forgotten(side: OneSide) -> None:
@@ -330,7 +330,7 @@ def test_endpoint_that_has_ended_is_forgotten(side: OneSide) -> None:
     side.leave(core, reusable=True)
     side.peer_worker.hold_for_client(WITH)
     core.close()
-    assert (side.standing(), side.peer_worker.idle) == (Standing(1), 0)
+    assert (side.summary(), side.peer_worker.idle) == (EndpointSummary(1), 0)
     assert side.cannot_get(1)
     assert side.get(2) is not core
 
@@ -338,7 +338,7 @@ def test_endpoint_that_has_ended_is_forgotten(side: OneSide) -> None:
 def test_old_endpoint_that_has_ended(side: OneSide) -> None:
     old, new = side.get(1), side.get(2)
     old.close()
-    assert side.standing() == Standing(2, 2, True)
+    assert side.summary() == EndpointSummary(2, 2, True)
     assert side.get(2) is new
 
 
@@ -419,7 +419,7 @@ class Endpoint:
     @property
     def is_shared(self) -> bool:
         """Whether the peer_worker offers it to the next Connection."""
-        shared: int = self.peer_worker.standing(self.peer_address).shared
+        shared: int = self.peer_worker.summary(self.peer_address).shared
         return shared == self.generation
 
     def close(self) -> None:
@@ -538,8 +538,8 @@ class End:
     state: str = HANDSHAKE
     endpoint: Endpoint | None = None
     expects: bool = False
-    #: The server's standing, as its client is told.
-    told: Standing = attrs.Factory(Standing)
+    #: The server's summary, as its client is told.
+    told: EndpointSummary = attrs.Factory(EndpointSummary)
     told_endpoint: Endpoint | None = None
     shared_memory: bool = False
     greet: bool = True
@@ -563,10 +563,10 @@ class End:
 
     # ---- the handshake ----
 
-    def standing(self) -> Standing:
+    def summary(self) -> EndpointSummary:
         self.peer_worker.hold_for_client(self.peer_address)
         self.expects = True
-        self.told = self.peer_worker.standing(self.peer_address)
+        self.told = self.peer_worker.summary(self.peer_address)
         if self.told.shared:
             self.told_endpoint = self.attempt.world.endpoint(self.node, self.peer_uid, self.told.shared)
         return self.told
@@ -576,9 +576,9 @@ class End:
             self.expects = False
             self.peer_worker.release_hold(self.peer_address)
 
-    def choose(self, theirs: Standing) -> int | None:
+    def choose(self, theirs: EndpointSummary) -> int | None:
         peer_worker, address = self.peer_worker, self.peer_address
-        ours = peer_worker.standing(address)
+        ours = peer_worker.summary(address)
         generation = peer_worker.choose(theirs, address)
         if generation is None:
             # There must be a reason: no endpoint that each side has, or makes next.
@@ -704,9 +704,9 @@ class Attempt:
     def _welcome(self) -> None:
         self.server = server = End(self, self.world.suitable(1 - self.connect.side), False, self.client.node)
         server.shared_memory = self.connect.shared_memory
-        server.tell("WELCOME", server.node, server.standing())
+        server.tell("WELCOME", server.node, server.summary())
 
-    def _take(self, server: Node, theirs: Standing) -> None:
+    def _take(self, server: Node, theirs: EndpointSummary) -> None:
         client = self.client
         client.peer = server
         generation = client.choose(theirs)
@@ -909,10 +909,10 @@ class World:
             for peer, counted in node.counted.items():
                 for shared_memory in (False, True):
                     address = self.nodes[peer].address(shared_memory)
-                    standing = node.peer_workers.of(peer).standing(address)
-                    assert standing.made == counted, f"{node} has counted wrong"
-                    if standing.shared and not node.closed:
-                        endpoint = self.endpoint(node, peer, standing.shared)
+                    summary = node.peer_workers.of(peer).summary(address)
+                    assert summary.made == counted, f"{node} has counted wrong"
+                    if summary.shared and not node.closed:
+                        endpoint = self.endpoint(node, peer, summary.shared)
                         assert not endpoint.gone, f"{endpoint} is offered, and has ended"
                         assert endpoint.peer_address.ucx == address.ucx, f"{endpoint} is of the other kind"
 
@@ -1054,7 +1054,7 @@ def test_connects_of_both_kinds_beside_an_open_connection(clock: Clock) -> None:
             attempt.deliver(False)  # OPEN
         for attempt in (x, y):
             assert attempt.server is not None
-            assert attempt.server.told == Standing(1, 0 if attempt is x else 1, attempt is y)
+            assert attempt.server.told == EndpointSummary(1, 0 if attempt is x else 1, attempt is y)
             attempt.deliver(True)  # WELCOME
             assert [frame[0] for frame in attempt.to_server] == ["TAKE"]
             attempt.deliver(False)  # TAKE

@@ -55,7 +55,7 @@ async def works(connection: trio_ucx.Connection, seed: int) -> None:
 
 
 def endpoints_made(worker: ucp.Worker, other: ucp.Worker) -> int:
-    made: int = internals(worker).peer_workers.of(other.address.uid).standing(other.address).made
+    made: int = internals(worker).peer_workers.of(other.address.uid).summary(other.address).made
     return made
 
 

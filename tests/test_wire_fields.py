@@ -115,7 +115,7 @@ def _allowed(allowed: bool, decode: object) -> None:
 
 @pytest.mark.parametrize("is_client", [True, False])
 def test_fields_of_other_frames(is_client: bool) -> None:
-    """Flags of the preamble, the standing in WELCOME, TAKE, the count in ABORT."""
+    """Flags of the preamble, the summary in WELCOME, TAKE, the count in ABORT."""
 
     def side(state: exchange.ExchangeState) -> exchange.Exchange:
         made = exchange.Exchange(is_client=is_client, software="", authkey=None)

@@ -180,7 +180,7 @@ class Connector:
             raise handshake.refusal(event)
         assert isinstance(event, Welcomed), event
         handshake.description_arrived(event.peer)
-        generation, greet = handshake.choose(event.standing)
+        generation, greet = handshake.choose(event.summary)
         if greet:
             handshake.let_in(exchange.keys)
             handshake.peer_has_keys()

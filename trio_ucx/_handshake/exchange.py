@@ -7,18 +7,18 @@
                                              <-    PREAMBLE, and with an authkey PROOF
     OPEN     the client's peer description   ->
              and key
-                                             <-    WELCOME  the server's, and its standing
+                                             <-    WELCOME  the server's, and its endpoint summary
     TAKE     the generation of the endpoint  ->
                                             [<-    AGAIN    it cannot be used: connect from another worker]
 
 Each exchange makes a pair of keys, with which each side's UCX can connect to the other's (``ucp/_quirks/key_gate.py``).
 With an authkey both sides derive the pair from it and from the nonces. Otherwise OPEN and WELCOME contain a random key.
 
-Without an authkey the client does not wait for the server's PREAMBLE. The *standing* says which endpoints the server's
-worker has made to the client's, and the client chooses one (``ucp/_engine/peer_workers.py``); if there is none, it
-sends AGAIN instead of TAKE, and connects from another worker. If no message has come through between its two ends yet,
-each side sends HELLO over UCX, and waits for the other's (``handshake.py``). Otherwise the connection is open for the
-client when it has sent TAKE, and for the server when that arrives. REFUSE, with a reason, is allowed until the
+Without an authkey the client does not wait for the server's PREAMBLE. The *endpoint summary* says which endpoints the
+server's worker has made to the client's, and the client chooses one (``ucp/_engine/peer_workers.py``); if there is
+none, it sends AGAIN instead of TAKE, and connects from another worker. If no message has come through between its two
+ends yet, each side sends HELLO over UCX, and waits for the other's (``handshake.py``). Otherwise the connection is open
+for the client when it has sent TAKE, and for the server when that arrives. REFUSE, with a reason, is allowed until the
 connection is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
 """
 
@@ -34,7 +34,7 @@ from typing import ClassVar
 import attrs
 
 from .._rules.wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError, RefusalCode
-from ..ucp._engine.peer_workers import Standing
+from ..ucp._engine.peer_workers import EndpointSummary
 from ..ucp._keys import KEY_SIZE, KeyPair, new_key
 from ..ucp._util import printable
 from .peer_description import PeerDescription
@@ -46,7 +46,7 @@ _PREAMBLE = struct.Struct("<8sHH32s")
 _HEAD = struct.Struct("<IB")
 _SENT = struct.Struct("<Q")
 #: How many endpoints were made, the generation of the shared one, and whether it was greeted.
-_STANDING = struct.Struct("<HHB")
+_SUMMARY = struct.Struct("<HHB")
 #: The generation, and whether both sides send HELLO.
 _TAKE = struct.Struct("<HB")
 _CODE = hashlib.sha256().digest_size
@@ -108,7 +108,7 @@ class Welcomed:
     """WELCOME arrived. Answer by :meth:`Exchange.take` or :meth:`Exchange.refuse`."""
 
     peer: PeerDescription
-    standing: Standing
+    summary: EndpointSummary
 
 
 @attrs.frozen
@@ -293,9 +293,9 @@ class Exchange:
         assert self._offered is not None
         self._send(FrameKind.OPEN, (self._stated_key or b"") + self._offered.encode())
 
-    def welcome(self, description: PeerDescription, standing: Standing) -> None:
+    def welcome(self, description: PeerDescription, summary: EndpointSummary) -> None:
         """For the server: answers OPEN."""
-        numbers = _STANDING.pack(standing.made, standing.shared, standing.greeted)
+        numbers = _SUMMARY.pack(summary.made, summary.shared, summary.greeted)
         self._send(FrameKind.WELCOME, numbers + (self._stated_key or b"") + description.encode())
         self.state = ExchangeState.TAKE
 
@@ -468,8 +468,8 @@ class Exchange:
                 return Opened(self._description(body))
             case FrameKind.WELCOME:
                 self.state = ExchangeState.TAKE
-                standing = _standing(body[: _STANDING.size])
-                return Welcomed(self._description(body[_STANDING.size :]), standing)
+                summary = _summary(body[: _SUMMARY.size])
+                return Welcomed(self._description(body[_SUMMARY.size :]), summary)
             case FrameKind.TAKE:
                 self.state = ExchangeState.GREETING
                 generation, greet = _fields(body, _TAKE)
@@ -496,9 +496,9 @@ def _refused(body: bytes) -> Refused:
     )
 
 
-def _standing(body: bytes) -> Standing:
-    made, shared, greeted = _fields(body, _STANDING)
-    return Standing(_in_range(made, MAX_GENERATION), _in_range(shared, made), bool(_in_range(greeted, 1)))
+def _summary(body: bytes) -> EndpointSummary:
+    made, shared, greeted = _fields(body, _SUMMARY)
+    return EndpointSummary(_in_range(made, MAX_GENERATION), _in_range(shared, made), bool(_in_range(greeted, 1)))
 
 
 def _fields(body: bytes, format: struct.Struct) -> tuple[int, ...]:

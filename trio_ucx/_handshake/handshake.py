@@ -33,7 +33,7 @@ from ..ucp._address import family_of, format_address
 from ..ucp._connecting import connect_shared
 from ..ucp._contained import contained, report
 from ..ucp._engine.operations import Operation
-from ..ucp._engine.peer_workers import PeerWorker, Standing
+from ..ucp._engine.peer_workers import EndpointSummary, PeerWorker
 from ..ucp._engine.share import Share
 from ..ucp._engine.waits import Signal
 from ..ucp._keys import KeyPair
@@ -149,7 +149,7 @@ class Handshake:
         self._peer_address: WorkerAddress
         #: Whether the worker connects with itself. UCX connects each such endpoint with itself.
         self._with_itself = False
-        #: Whether the peer was told our standing, and we have not got an endpoint since.
+        #: Whether the peer was told our endpoint summary, and we have not got an endpoint since.
         self._holds = False
         #: Whether HELLO has to arrive over UCX before the connection is open, and whether it has.
         self._greet = True
@@ -283,27 +283,27 @@ class Handshake:
     def _peer_worker(self) -> PeerWorker:
         return self.registry.engine.peer_workers.of(self.peer.worker.uid)
 
-    def standing(self) -> Standing:
-        """For the server: our standing, for WELCOME.
+    def endpoint_summary(self) -> EndpointSummary:
+        """For the server: returns its endpoint summary, for WELCOME.
 
         Until the client has joined or gone, our shared endpoint is neither replaced nor closed for being idle. If it
         has been greeted, the client may send over it at once.
         """
         if self._with_itself:
-            return Standing()
+            return EndpointSummary()
         self._holds = True
         self._peer_worker.hold_for_client(self._peer_address)
-        standing = self._peer_worker.standing(self._peer_address)
-        if standing.greeted:
-            self._make_link(standing.shared)
-        return standing
+        summary = self._peer_worker.summary(self._peer_address)
+        if summary.greeted:
+            self._make_link(summary.shared)
+        return summary
 
     def _release_hold(self) -> None:
         if self._holds:
             self._holds = False
             self._peer_worker.release_hold(self._peer_address)
 
-    def choose(self, theirs: Standing) -> tuple[int, bool]:
+    def choose(self, theirs: EndpointSummary) -> tuple[int, bool]:
         """For the client: the generation of the endpoint that both sides use, and whether they send HELLO.
 
         Raises:
@@ -319,7 +319,7 @@ class Handshake:
         generation = peer.choose(theirs, self._peer_address)
         if generation is None:
             raise NeedsAnotherWorker(self.label)
-        ours = peer.standing(self._peer_address)
+        ours = peer.summary(self._peer_address)
         return generation, not (ours.greeted and theirs.greeted and ours.shared == theirs.shared == generation)
 
     def _join(self, generation: int, greet: bool) -> None:

@@ -393,7 +393,7 @@ class Acceptor:
         description = handshake.describe(options.shared_memory)
         handshake.description_arrived(opened.peer)
         handshake.let_in(exchange.keys)
-        exchange.welcome(description, handshake.standing())
+        exchange.welcome(description, handshake.endpoint_summary())
         taken = await handshake.next_event(stream, exchange)
         if not isinstance(taken, Taken):
             raise NeedsAnotherWorker(client.label) if isinstance(taken, Again) else _gave_up(taken)

@@ -2,12 +2,12 @@
 
 UCX matches the n-th endpoint that a worker makes to the address of another with the n-th that the other makes to it,
 and answers a large message over the endpoint that matches its sender's. The number of an endpoint is its *generation*,
-from 1 on. The server tells the client its :class:`Standing`: how many endpoints it has made to the client's worker, and
-which of them its Connections share. The client compares that with its own, and chooses: the shared endpoint, if both
-sides have it or make it next; otherwise the next one, if both have made equally many. If neither is possible, because
-one side has a raw endpoint to the other's worker, say, the client connects from another worker, at the latest from a
-new one, which has made none. Connections over shared memory and Connections without it have an endpoint each; one count
-covers both.
+from 1 on. The server tells the client its :class:`EndpointSummary`: how many endpoints it has made to the client's
+worker, and which of them its Connections share. The client compares that with its own, and chooses: the shared
+endpoint, if both sides have it or make it next; otherwise the next one, if both have made equally many. If neither is
+possible, because one side has a raw endpoint to the other's worker, say, the client connects from another worker, at
+the latest from a new one, which has made none. Connections over shared memory and Connections without it have an
+endpoint each; one count covers both.
 
 Making an endpoint takes UCX longer than everything else about a connection. So when the last Connection has left the
 shared endpoint, it is kept for a moment. An endpoint that the next generation replaces is closed when its last
@@ -34,7 +34,7 @@ IDLE_TIME = 2.0
 
 
 @attrs.frozen
-class Standing:
+class EndpointSummary:
     """What one side tells the other: which endpoints its worker has made to the other's worker.
 
     Attributes:
@@ -90,20 +90,20 @@ class PeerWorker:
         assert address is not None
         return self._kinds.setdefault(address.ucx, SharedEndpoint())
 
-    def standing(self, address: WorkerAddress) -> Standing:
+    def summary(self, address: WorkerAddress) -> EndpointSummary:
         """Returns what is said to the peer about the endpoints of one kind."""
         kind = self._kind(address)
-        return Standing(min(self._made, LIMIT), kind.generation, kind.core is not None and kind.core.greeted)
+        return EndpointSummary(min(self._made, LIMIT), kind.generation, kind.core is not None and kind.core.greeted)
 
     @property
     def is_unused(self) -> bool:
         """True if no endpoint was ever made, and none is held for a client."""
         return self._made == 0 and not any(kind.holds for kind in self._kinds.values())
 
-    # ---- clients that were told our standing ----
+    # ---- clients that were told our summary ----
 
     def hold_for_client(self, address: WorkerAddress) -> None:
-        """A client is told our standing: the shared endpoint stays until :meth:`release_hold`."""
+        """A client is told our summary: the shared endpoint stays until :meth:`release_hold`."""
         self._kind(address).holds += 1
 
     def release_hold(self, address: WorkerAddress) -> None:
@@ -112,14 +112,14 @@ class PeerWorker:
 
     # ---- choosing and making ----
 
-    def choose(self, theirs: Standing, address: WorkerAddress) -> int | None:
+    def choose(self, theirs: EndpointSummary, address: WorkerAddress) -> int | None:
         """For the client: the generation that both sides use; None if there is none.
 
         Args:
-            theirs: the server's standing.
+            theirs: the server's summary.
             address: of the server's worker, for our endpoint.
         """
-        ours = self.standing(address)
+        ours = self.summary(address)
         shared = max(ours.shared, theirs.shared)
         if shared and self._reaches(shared, address) and theirs.reaches(shared):
             return shared
