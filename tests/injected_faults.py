@@ -22,7 +22,7 @@ from trio_ucx._handshake.registry import WorkerConnections
 from trio_ucx._native import ffi, lib
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _endpoint
-from trio_ucx.ucp._engine import identity, peer_workers, teardown
+from trio_ucx.ucp._engine import endpoints_to_worker, identity, teardown
 from trio_ucx.ucp._engine.lifetime import close_now
 from trio_ucx.ucp._engine.tag_dispatch import CONNECTION_BIT
 from trio_ucx.ucp._quirks import key_gate, shared_memory, stopped_queue
@@ -137,12 +137,12 @@ def fail_flushes(monkeypatch: pytest.MonkeyPatch, status: ucp.Status) -> None:
 
 def fill_worker(worker: ucp.Worker) -> None:
     """UCX has no room for another kind of endpoint in this worker, as EXCEEDS_LIMIT tells."""
-    internals(worker).peer_workers.is_full = True
+    internals(worker).endpoints_by_worker.is_full = True
 
 
 def limit_generations(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Two workers can make so few endpoints to each other, rather than 65,535."""
-    monkeypatch.setattr(peer_workers, "LIMIT", limit)
+    monkeypatch.setattr(endpoints_to_worker, "LIMIT", limit)
 
 
 def delay_handshakes(monkeypatch: pytest.MonkeyPatch, event: type, action: Callable[[], Awaitable[object]]) -> None:

@@ -37,7 +37,7 @@ from trio_ucx._handshake.exchange import (
 from trio_ucx._handshake.peer_description import PeerDescription, SharedMemory, why_not_shared_memory
 from trio_ucx._rules import wire
 from trio_ucx._rules.wire import MAGIC, VERSION, ProtocolError
-from trio_ucx.ucp._engine.peer_workers import EndpointSummary
+from trio_ucx.ucp._engine.endpoints_to_worker import EndpointSummary
 from trio_ucx.ucp._keys import KEY_SIZE
 from trio_ucx.ucp._process import Host, Process
 from trio_ucx.ucp._quirks.option_limits import DEFAULT_SIZES

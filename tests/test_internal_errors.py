@@ -342,7 +342,7 @@ MODULES = [
             "_listener",
             "_engine.borrowed",
             "_engine.tag_dispatch",
-            "_engine.peer_workers",
+            "_engine.endpoints_to_worker",
             "_engine.endpoint_core",
             "_engine.operations",
             "_engine.share",

@@ -38,7 +38,7 @@ from trio_ucx import ucp
 from trio_ucx._handshake.exchange import Exchange, Taken
 from trio_ucx._native import ffi, lib
 from trio_ucx.testing import internals
-from trio_ucx.ucp._engine.peer_workers import EndpointSummary
+from trio_ucx.ucp._engine.endpoints_to_worker import EndpointSummary
 from trio_ucx.ucp._keys import KEY_SIZE, KeyPair, new_key
 from trio_ucx.ucp._quirks import key_gate
 from trio_ucx.ucp._quirks.key_gate import KeyGate

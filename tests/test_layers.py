@@ -42,7 +42,7 @@ ENDS = {
 #: What the rules of the exchange may import besides: they compute codes and checksums, and need records of ``ucp``.
 EXCHANGE = {
     *("hashlib", "hmac", "zlib"),
-    "trio_ucx.ucp._engine.peer_workers.EndpointSummary",
+    "trio_ucx.ucp._engine.endpoints_to_worker.EndpointSummary",
     *("trio_ucx.ucp._fields.Field", "trio_ucx.ucp._fields.Layout"),
     *("trio_ucx.ucp._transports.check_without_shared_memory", "trio_ucx.ucp._transports.obstacle_to_shared_memory"),
     *("trio_ucx.ucp._worker_address.WorkerAddress", "trio_ucx.ucp._worker_address.decode"),

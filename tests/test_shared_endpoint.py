@@ -17,7 +17,7 @@ from trio_ucx._handshake.exchange import Taken, Welcomed
 from trio_ucx._rules.credit import ReceiveCredit
 from trio_ucx.testing import internals
 from trio_ucx.ucp import chains
-from trio_ucx.ucp._engine import peer_workers
+from trio_ucx.ucp._engine import endpoints_to_worker
 from trio_ucx.ucp._live_handles import live_handles
 
 
@@ -55,12 +55,12 @@ async def works(connection: trio_ucx.Connection, seed: int) -> None:
 
 
 def endpoints_made(worker: ucp.Worker, other: ucp.Worker) -> int:
-    made: int = internals(worker).peer_workers.of(other.address.uid).summary(other.address).made
+    made: int = internals(worker).endpoints_by_worker.of(other.address.uid).summary(other.address).made
     return made
 
 
 async def test_connections_in_turn(worker: ucp.Worker, transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_workers, "IDLE_TIME", 60)
+    monkeypatch.setattr(endpoints_to_worker, "IDLE_TIME", 60)
     async with open_echo(transports) as (server, listener):
         for number in range(20):
             async with trio_ucx.connect(listener.address, worker=worker) as connection:
@@ -173,9 +173,9 @@ async def test_client_that_closes_its_endpoint_while_it_is_welcomed(
             await works(connection, 1)
 
         async def close_endpoint() -> None:
-            monkeypatch.setattr(peer_workers, "IDLE_TIME", 0)
-            internals(worker).peer_workers.close_idle()
-            monkeypatch.setattr(peer_workers, "IDLE_TIME", 60)
+            monkeypatch.setattr(endpoints_to_worker, "IDLE_TIME", 0)
+            internals(worker).endpoints_by_worker.close_idle()
+            monkeypatch.setattr(endpoints_to_worker, "IDLE_TIME", 60)
 
         delay_handshakes(monkeypatch, Welcomed, close_endpoint)
         for number in range(5):

@@ -15,11 +15,11 @@ Each exchange makes a pair of keys, with which each side's UCX can connect to th
 With an authkey both sides derive the pair from it and from the nonces. Otherwise OPEN and WELCOME contain a random key.
 
 Without an authkey the client does not wait for the server's PREAMBLE. The *endpoint summary* says which endpoints the
-server's worker has made to the client's, and the client chooses one (``ucp/_engine/peer_workers.py``); if there is
-none, it sends AGAIN instead of TAKE, and connects from another worker. If no message has come through between its two
-ends yet, each side sends HELLO over UCX, and waits for the other's (``handshake.py``). Otherwise the connection is open
-for the client when it has sent TAKE, and for the server when that arrives. REFUSE, with a reason, is allowed until the
-connection is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
+server's worker has made to the client's, and the client chooses one (``ucp/_engine/endpoints_to_worker.py``); if there
+is none, it sends AGAIN instead of TAKE, and connects from another worker. If no message has come through between its
+two ends yet, each side sends HELLO over UCX, and waits for the other's (``handshake.py``). Otherwise the connection is
+open for the client when it has sent TAKE, and for the server when that arrives. REFUSE, with a reason, is allowed until
+the connection is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import ClassVar
 import attrs
 
 from .._rules.wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError, RefusalCode
-from ..ucp._engine.peer_workers import EndpointSummary
+from ..ucp._engine.endpoints_to_worker import EndpointSummary
 from ..ucp._keys import KEY_SIZE, KeyPair, new_key
 from ..ucp._util import printable
 from .peer_description import PeerDescription

@@ -32,8 +32,8 @@ from ..ucp import WorkerAddress
 from ..ucp._address import family_of, format_address
 from ..ucp._connecting import connect_shared
 from ..ucp._contained import contained, report
+from ..ucp._engine.endpoints_to_worker import EndpointsToWorker, EndpointSummary
 from ..ucp._engine.operations import Operation
-from ..ucp._engine.peer_workers import EndpointSummary, PeerWorker
 from ..ucp._engine.share import Share
 from ..ucp._engine.waits import Signal
 from ..ucp._keys import KeyPair
@@ -280,8 +280,8 @@ class Handshake:
         return self._peer
 
     @property
-    def _peer_worker(self) -> PeerWorker:
-        return self.registry.engine.peer_workers.of(self.peer.worker.uid)
+    def _endpoints_to_worker(self) -> EndpointsToWorker:
+        return self.registry.engine.endpoints_by_worker.of(self.peer.worker.uid)
 
     def endpoint_summary(self) -> EndpointSummary:
         """For the server: returns its endpoint summary, for WELCOME.
@@ -292,8 +292,8 @@ class Handshake:
         if self._with_itself:
             return EndpointSummary()
         self._holds = True
-        self._peer_worker.hold_for_client(self._peer_address)
-        summary = self._peer_worker.summary(self._peer_address)
+        self._endpoints_to_worker.hold_for_client(self._peer_address)
+        summary = self._endpoints_to_worker.summary(self._peer_address)
         if summary.greeted:
             self._make_link(summary.shared)
         return summary
@@ -301,7 +301,7 @@ class Handshake:
     def _release_hold(self) -> None:
         if self._holds:
             self._holds = False
-            self._peer_worker.release_hold(self._peer_address)
+            self._endpoints_to_worker.release_hold(self._peer_address)
 
     def choose(self, theirs: EndpointSummary) -> tuple[int, bool]:
         """For the client: the generation of the endpoint that both sides use, and whether they send HELLO.
@@ -315,11 +315,11 @@ class Handshake:
             raise NeedsAnotherWorker(self.label)
         if self._with_itself:
             return 0, True
-        peer = self._peer_worker
-        generation = peer.choose(theirs, self._peer_address)
+        endpoints = self._endpoints_to_worker
+        generation = endpoints.choose(theirs, self._peer_address)
         if generation is None:
             raise NeedsAnotherWorker(self.label)
-        ours = peer.summary(self._peer_address)
+        ours = endpoints.summary(self._peer_address)
         return generation, not (ours.greeted and theirs.greeted and ours.shared == theirs.shared == generation)
 
     def _join(self, generation: int, greet: bool) -> None:
@@ -590,7 +590,7 @@ class Handshake:
         contained(self._end_admission)
         if self._peer is not None:
             contained(self._release_hold)
-            contained(engine.peer_workers.forget_unused, self._peer.worker.uid)
+            contained(engine.endpoints_by_worker.forget_unused, self._peer.worker.uid)
             if self._shared_memory:
                 contained(engine.receive_queue.may_be_writing, self._peer.worker.process)
         if self._close_own_worker is not None:

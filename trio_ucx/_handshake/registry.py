@@ -72,7 +72,7 @@ class WorkerConnections:
         self.engine.check()
         for worker in (self.worker, *list(self.worker._successors.values())[-1:]):
             engine = worker._engine
-            if not engine.receive_queue.stopped and not engine.key_gate.lost and not engine.peer_workers.is_full:
+            if not engine.receive_queue.stopped and not engine.key_gate.lost and not engine.endpoints_by_worker.is_full:
                 registry = WorkerConnections.of(worker)
                 if registry not in tried:
                     return registry

@@ -80,7 +80,8 @@ def connect_beside(core: EndpointCore) -> EndpointCore:
 
     UCX at the peer makes an endpoint for it, and answers gets and puts by that. It crashes when that is closed with
     answers under way, so it must not be a Connection's, which both sides may close at any time. UCX gets the peer's
-    address with a random uid: so this is none of the generations that both sides count (:mod:`._engine.peer_workers`).
+    address with a random uid, so this is none of the generations that both sides count
+    (:mod:`._engine.endpoints_to_worker`).
     """
     if core.beside is None or core.beside.handle is None:
         engine, address = core.engine, core.peer_address
@@ -99,7 +100,7 @@ def connect_beside(core: EndpointCore) -> EndpointCore:
 
 
 def connect_shared(engine: Engine, address: WorkerAddress, generation: int | None, label: str) -> EndpointCore | None:
-    """Returns the endpoint of this generation, which Connections share: see :mod:`._engine.peer_workers`.
+    """Returns the endpoint of this generation, which Connections share: see :mod:`._engine.endpoints_to_worker`.
 
     Args:
         address: with the transports that the Connections use.
@@ -113,15 +114,15 @@ def connect_shared(engine: Engine, address: WorkerAddress, generation: int | Non
     def make() -> EndpointCore:
         return _make_to_worker(engine, address, endpoint_options.DEFAULT, label)
 
-    return make() if generation is None else engine.peer_workers.of(address.uid).get(generation, address, make)
+    return make() if generation is None else engine.endpoints_by_worker.of(address.uid).get(generation, address, make)
 
 
 def _make_to_worker(engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str) -> EndpointCore:
-    peer_worker = engine.peer_workers.of(address.uid)
+    endpoints = engine.endpoints_by_worker.of(address.uid)
 
     def count(status: int) -> None:
         if status != Status.NO_MEMORY:  # UCX uses a number up even if it cannot make the endpoint
-            peer_worker.count_made()
+            endpoints.count_made()
 
     return _make_from(engine, address, address.ucx, options, label, count)
 
@@ -200,7 +201,7 @@ def _make(
     out = ffi.new("tu_endpoint_t **")
     status = create(id, out)
     if status == Status.EXCEEDS_LIMIT:
-        engine.peer_workers.is_full = True
+        engine.endpoints_by_worker.is_full = True
     if status != Status.OK:
         raise os_error_from_status(status, f"connecting to {label}", hint_for(status))
     core = EndpointCore(engine, id, out[0], label, forcible=options.error_mode is not ErrorMode.NONE)

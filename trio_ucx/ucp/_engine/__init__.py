@@ -2,7 +2,7 @@
 
     arming                     what progresses a worker next: its state, and a table of transitions; without I/O
     waits                      what a task may wait for, and how it waits
-    batches, peer_workers,
+    batches, endpoints_to_worker,
       ending                   parts of an engine that know nothing of it
     borrowed, stream_buffer,
       operations               what belongs to an engine

@@ -17,8 +17,8 @@ from .._status import Status, UCXError
 from .._util import ConflictDetector
 from .._worker_address import WorkerAddress
 from .ending import CloseState, worker_failure
+from .endpoints_to_worker import EndpointsToWorker
 from .operations import Operation, OperationSet, Scope
-from .peer_workers import PeerWorker
 from .stream_buffer import StreamBuffer
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ class EndpointCore(Scope):
         "admissions",
         "beside",
         "connected",
+        "endpoints_to_worker",
         "forcible",
         "lanes_when_greeted",
         "main",
-        "peer_worker",
         "shares",
         "stream_buffer",
         "stream_guard",
@@ -60,7 +60,7 @@ class EndpointCore(Scope):
         self.main: EndpointCore | None = None
         #: Of a shared endpoint: the endpoints to the same worker; the Connections that have not left it; its lanes
         #: when the first message for a Connection arrived over it.
-        self.peer_worker: PeerWorker | None = None
+        self.endpoints_to_worker: EndpointsToWorker | None = None
         self.shares: dict[Share, None] = {}
         self.lanes_when_greeted: list[bytes] | None = None
         #: Whether it is known to be up, and will not change its lanes any more.
@@ -124,7 +124,7 @@ class EndpointCore(Scope):
     @property
     def is_shared(self) -> bool:
         """True if Connections share it, or did."""
-        return self.peer_worker is not None or bool(self.shares)
+        return self.endpoints_to_worker is not None or bool(self.shares)
 
     @property
     def greeted(self) -> bool:
@@ -144,7 +144,7 @@ class EndpointCore(Scope):
         """A Connection uses it no more. Left already: no effect.
 
         Args:
-            reusable: if it was the last one, see :meth:`PeerWorker.left`.
+            reusable: if it was the last one, see :meth:`EndpointsToWorker.left`.
         """
         if share not in self.shares:
             return
@@ -152,7 +152,7 @@ class EndpointCore(Scope):
         if self.shares or self.handle is None:
             return
         reusable = reusable and self.stream_buffer is None and not self.operations_over_it()
-        if self.peer_worker is not None and self.peer_worker.left(self, reusable=reusable):
+        if self.endpoints_to_worker is not None and self.endpoints_to_worker.left(self, reusable=reusable):
             return
         if share.error is None:
             self.close()
@@ -224,8 +224,8 @@ class EndpointCore(Scope):
         contained(self.engine.peer_processes.forget, self.peer, self)
         contained(self.engine.receive_queue.endpoint_closing, self)
         handle, self.handle = self.handle, None
-        if self.peer_worker is not None:
-            self.peer_worker.ended(self)
+        if self.endpoints_to_worker is not None:
+            self.endpoints_to_worker.ended(self)
         self.operations.end(self.problem)
         shares, self.shares = list(self.shares), {}
         for share in shares:

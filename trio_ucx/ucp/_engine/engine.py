@@ -53,10 +53,10 @@ from .arming import Arming, Event, Progress
 from .batches import Batches
 from .dispatch import Receivers, deliver, deliver_failures
 from .endpoint_core import EndpointCore
+from .endpoints_to_worker import EndpointsByWorker
 from .identity import Identity
 from .operations import Operation
 from .peer_processes import PeerProcesses
-from .peer_workers import PeerWorkers
 from .progress import ProgressTask
 from .receive_queue import ReceiveQueue
 from .statistics import WorkerStatistics, worker_statistics
@@ -118,8 +118,7 @@ class Engine:
         self.run = TrioRun(self)
         self.identity = Identity.of(handle, context, client_id)
         self.key_gate = KeyGate(handle, self.identity.address, self.identity.unknown_layout)
-        #: Its endpoints by worker address, for each peer worker.
-        self.peer_workers: PeerWorkers = PeerWorkers(lambda: self.progress_task.safety_net.watch())
+        self.endpoints_by_worker: EndpointsByWorker = EndpointsByWorker(lambda: self.progress_task.safety_net.watch())
         self.endpoints: dict[int, EndpointCore] = {}
         self.peer_processes = PeerProcesses(self.run)
         self.in_flight: dict[int, Operation] = {}
@@ -303,7 +302,7 @@ class Engine:
         """True if a task or a queue waits for an event of UCX."""
         return bool(
             self.in_flight
-            or self.peer_workers.idle
+            or self.endpoints_by_worker.idle
             or self.tag_dispatch.sinks
             or self.tag_dispatch.undiscarded
             or self.receivers.awaited()

@@ -130,8 +130,8 @@ class SafetyNet:
                 count = engine.progress_count
                 self._look_after(TIMER_SECONDS if engine.arming.timer_ended() else INTERVAL)
                 continue
-            if engine.peer_workers.idle:
-                engine.guard(engine.peer_workers.close_idle)
+            if engine.endpoints_by_worker.idle:
+                engine.guard(engine.endpoints_by_worker.close_idle)
             if engine.tag_dispatch.undiscarded:
                 engine.guard(engine.tag_dispatch.discard_again)
             if not engine.awaited():

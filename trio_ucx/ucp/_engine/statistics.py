@@ -68,7 +68,7 @@ def worker_statistics(engine: Engine) -> WorkerStatistics:
         operations_in_flight=len(engine.in_flight),
         left_over_operations=sum(operation.detached for operation in engine.in_flight.values()),
         completed_operations=counters["completed"],
-        endpoints=open_endpoints - engine.peer_workers.idle,
+        endpoints=open_endpoints - engine.endpoints_by_worker.idle,
         wakeups=counters["wakeups"],
         busy_arms=native.arm_busy,
         backoffs=counters["backoffs"],

@@ -66,8 +66,8 @@ class SharedEndpoint:
     holds: int = 0
 
 
-class PeerWorker:
-    """The endpoints that this worker makes to one peer worker.
+class EndpointsToWorker:
+    """The endpoints that this worker makes to one worker of a peer.
 
     The address from which an endpoint is made, with shared memory or without, distinguishes its kind.
 
@@ -144,7 +144,7 @@ class PeerWorker:
         if kind.core is None or generation != kind.generation:
             core = make()  # which calls `count_made`
             old, kind.core, kind.generation = kind.core, core, generation
-            core.peer_worker = self
+            core.endpoints_to_worker = self
             # It was greeted, if it has no Connection: `left` forgets others, as none is held for a client (`_reaches`).
             if old is not None and self._idle.pop(old, None) is not None:
                 old.close()
@@ -190,7 +190,7 @@ class PeerWorker:
         return len(self._idle)
 
     def close_idle(self) -> None:
-        """Closes the endpoints to this peer worker that have had no Connection for a while."""
+        """Closes the endpoints to this worker that have had no Connection for a while."""
         oldest = time.monotonic() - IDLE_TIME
         for core, since in list(self._idle.items()):
             kind = self._kind(core.peer_address)
@@ -199,38 +199,38 @@ class PeerWorker:
                 core.close()
 
 
-class PeerWorkers:
-    """The peer workers of one worker, by their uid.
+class EndpointsByWorker:
+    """All endpoints that this worker makes, by the uid of the worker to which they lead.
 
     Args:
-        watch: see :class:`PeerWorker`.
+        watch: see :class:`EndpointsToWorker`.
     """
 
     def __init__(self, watch: Callable[[], None]) -> None:
         self._watch = watch
-        self._workers: dict[int, PeerWorker] = {}
+        self._by_uid: dict[int, EndpointsToWorker] = {}
         #: Whether UCX's endpoint configurations are used up: a worker has 255 in its life.
         self.is_full = False
 
-    def of(self, uid: int) -> PeerWorker:
-        """The one with this uid. (It is kept as long as UCX counts, until the worker is closed.)"""
-        worker = self._workers.get(uid)
-        if worker is None:
-            worker = self._workers[uid] = PeerWorker(self._watch)
-        return worker
+    def of(self, uid: int) -> EndpointsToWorker:
+        """Returns the endpoints to the worker with this uid. (Kept until our worker is closed, because UCX counts.)"""
+        endpoints = self._by_uid.get(uid)
+        if endpoints is None:
+            endpoints = self._by_uid[uid] = EndpointsToWorker(self._watch)
+        return endpoints
 
     def forget_unused(self, uid: int) -> None:
-        """Forgets a peer worker to which no endpoint was made."""
-        worker = self._workers.get(uid)
-        if worker is not None and worker.is_unused:
-            del self._workers[uid]
+        """Forgets a worker to which no endpoint was made."""
+        endpoints = self._by_uid.get(uid)
+        if endpoints is not None and endpoints.is_unused:
+            del self._by_uid[uid]
 
     @property
     def idle(self) -> int:
         """Returns how many endpoints have no Connection."""
-        return sum(worker.idle for worker in self._workers.values())
+        return sum(endpoints.idle for endpoints in self._by_uid.values())
 
     def close_idle(self) -> None:
-        """Closes the endpoints to any peer worker that have had no Connection for a while."""
-        for worker in self._workers.values():
-            worker.close_idle()
+        """Closes the endpoints to any worker that have had no Connection for a while."""
+        for endpoints in self._by_uid.values():
+            endpoints.close_idle()

@@ -1,6 +1,6 @@
 """The endpoint that Connections share: its rules, and a random model of two sides that connect with each other.
 
-The model runs the library's own ``PeerWorker`` objects and ``connect_shared``. UCX, the control sockets and the
+The model runs the library's own ``EndpointsToWorker`` objects and ``connect_shared``. UCX, the control sockets and the
 handshakes around them are simulated, so that their events can be interleaved in any order.
 """
 
@@ -27,8 +27,14 @@ from trio_ucx._native import ffi
 from trio_ucx._open import _Destination
 from trio_ucx.ucp import Status, _connecting
 from trio_ucx.ucp._connecting import connect_shared, connect_worker
-from trio_ucx.ucp._engine import peer_workers as module
-from trio_ucx.ucp._engine.peer_workers import IDLE_TIME, LIMIT, EndpointSummary, PeerWorker, PeerWorkers
+from trio_ucx.ucp._engine import endpoints_to_worker as module
+from trio_ucx.ucp._engine.endpoints_to_worker import (
+    IDLE_TIME,
+    LIMIT,
+    EndpointsByWorker,
+    EndpointsToWorker,
+    EndpointSummary,
+)
 
 
 @attrs.define
@@ -61,7 +67,7 @@ WITHOUT: Any = SimpleNamespace(ucx=b"tcp")
 class Core:
     """Stands for an endpoint."""
 
-    peer_worker: Any = None
+    endpoints_to_worker: Any = None
     peer_address: Any = None
     greeted: bool = False
     handle: object = 1
@@ -72,43 +78,43 @@ class Core:
 
     def close(self) -> None:
         self.handle = None
-        self.peer_worker.ended(self)
+        self.endpoints_to_worker.ended(self)
 
 
 class OneSide:
-    """A peer_worker and its endpoints."""
+    """One side: its endpoints to the other's worker."""
 
     def __init__(self) -> None:
         self.watched = 0
-        self.peer_worker: Any = PeerWorker(self._watch)
+        self.endpoints_to_worker: Any = EndpointsToWorker(self._watch)
 
     def _watch(self) -> None:
         self.watched += 1
 
     def leave(self, core: Core, *, reusable: bool) -> None:
-        if not self.peer_worker.left(core, reusable=reusable):
+        if not self.endpoints_to_worker.left(core, reusable=reusable):
             core.close()
 
     def summary(self, address: Any = WITH) -> EndpointSummary:
-        return self.peer_worker.summary(address)
+        return self.endpoints_to_worker.summary(address)
 
     def get(self, generation: int, address: Any = WITH, *, greeted: bool = True) -> Core:
-        core = self.peer_worker.get(generation, address, lambda: self.make(address))
+        core = self.endpoints_to_worker.get(generation, address, lambda: self.make(address))
         assert core is not None
         core.greeted = core.greeted or greeted
         return core  # type: ignore[no-any-return]
 
     def make(self, address: Any = WITH) -> Core:
-        self.peer_worker.count_made()
+        self.endpoints_to_worker.count_made()
         return Core(peer_address=address)
 
     def cannot_get(self, generation: int, address: Any = WITH) -> bool:
-        return self.peer_worker.get(generation, address, lambda: pytest.fail("it makes one")) is None
+        return self.endpoints_to_worker.get(generation, address, lambda: pytest.fail("it makes one")) is None
 
     def passes(self, made: int) -> None:
         """Uses generations up, as raw endpoints do."""
         for _ in range(made - self.summary().made):
-            self.peer_worker.count_made()
+            self.endpoints_to_worker.count_made()
 
 
 @pytest.fixture
@@ -147,41 +153,41 @@ def test_choose(side: OneSide, ours: tuple[int, int], theirs: tuple[int, int], g
         side.get(shared)
     side.passes(made)
     assert side.summary() == EndpointSummary(made, shared, greeted=bool(shared))
-    assert side.peer_worker.choose(EndpointSummary(*theirs), WITH) == generation
+    assert side.endpoints_to_worker.choose(EndpointSummary(*theirs), WITH) == generation
 
 
 def test_choose_of_either_kind(side: OneSide) -> None:
     """The kinds are counted together, and each has an endpoint of its own."""
     side.get(1, WITH)
     assert side.summary(WITHOUT) == EndpointSummary(1)
-    assert side.peer_worker.choose(EndpointSummary(1), WITHOUT) == 2
-    assert side.peer_worker.choose(EndpointSummary(0), WITHOUT) is None
-    assert side.peer_worker.choose(EndpointSummary(2, 2), WITHOUT) == 2
+    assert side.endpoints_to_worker.choose(EndpointSummary(1), WITHOUT) == 2
+    assert side.endpoints_to_worker.choose(EndpointSummary(0), WITHOUT) is None
+    assert side.endpoints_to_worker.choose(EndpointSummary(2, 2), WITHOUT) == 2
     side.get(2, WITHOUT, greeted=False)
     assert side.summary(WITH) == EndpointSummary(2, 1, True)
     assert side.summary(WITHOUT) == EndpointSummary(2, 2)
-    assert side.peer_worker.choose(EndpointSummary(2, 1), WITH) == 1
-    assert side.peer_worker.choose(EndpointSummary(2, 2), WITHOUT) == 2
-    assert side.peer_worker.choose(EndpointSummary(2), WITH) == 3
-    assert side.peer_worker.choose(EndpointSummary(1), WITHOUT) == 2
-    assert side.peer_worker.choose(EndpointSummary(1), WITH) is None
+    assert side.endpoints_to_worker.choose(EndpointSummary(2, 1), WITH) == 1
+    assert side.endpoints_to_worker.choose(EndpointSummary(2, 2), WITHOUT) == 2
+    assert side.endpoints_to_worker.choose(EndpointSummary(2), WITH) == 3
+    assert side.endpoints_to_worker.choose(EndpointSummary(1), WITHOUT) == 2
+    assert side.endpoints_to_worker.choose(EndpointSummary(1), WITH) is None
 
 
 def test_choose_leaves_an_endpoint_that_a_client_was_told_of(side: OneSide) -> None:
     side.get(1)
-    side.peer_worker.hold_for_client(WITH)
-    assert side.peer_worker.choose(EndpointSummary(1, 0), WITH) is None
-    assert side.peer_worker.choose(EndpointSummary(1, 0), WITHOUT) == 2
-    side.peer_worker.release_hold(WITH)
-    assert side.peer_worker.choose(EndpointSummary(1, 0), WITH) == 2
+    side.endpoints_to_worker.hold_for_client(WITH)
+    assert side.endpoints_to_worker.choose(EndpointSummary(1, 0), WITH) is None
+    assert side.endpoints_to_worker.choose(EndpointSummary(1, 0), WITHOUT) == 2
+    side.endpoints_to_worker.release_hold(WITH)
+    assert side.endpoints_to_worker.choose(EndpointSummary(1, 0), WITH) == 2
 
 
 def test_choose_ends_at_the_limit(side: OneSide) -> None:
     side.passes(LIMIT - 2)
-    assert side.peer_worker.choose(EndpointSummary(LIMIT - 2), WITH) == LIMIT - 1
+    assert side.endpoints_to_worker.choose(EndpointSummary(LIMIT - 2), WITH) == LIMIT - 1
     side.get(LIMIT - 1)
-    assert side.peer_worker.choose(EndpointSummary(LIMIT - 1, LIMIT - 1), WITH) == LIMIT - 1
-    assert side.peer_worker.choose(EndpointSummary(LIMIT - 1), WITH) is None
+    assert side.endpoints_to_worker.choose(EndpointSummary(LIMIT - 1, LIMIT - 1), WITH) == LIMIT - 1
+    assert side.endpoints_to_worker.choose(EndpointSummary(LIMIT - 1), WITH) is None
 
 
 def test_get(side: OneSide) -> None:
@@ -189,9 +195,9 @@ def test_get(side: OneSide) -> None:
     core = side.get(1)
     assert side.get(1) is core
     assert side.cannot_get(3)
-    side.peer_worker.hold_for_client(WITH)
+    side.endpoints_to_worker.hold_for_client(WITH)
     assert side.cannot_get(2), "a client was told of the first"
-    side.peer_worker.release_hold(WITH)
+    side.endpoints_to_worker.release_hold(WITH)
     other = side.get(2)
     assert other is not core and not core.gone, "it has a Connection"
     assert side.cannot_get(1)
@@ -201,12 +207,12 @@ def test_get_of_either_kind(side: OneSide) -> None:
     """Endpoints of one kind neither replace nor block the other's, whoever is expected."""
     core = side.get(1, WITH)
     assert side.cannot_get(1, WITHOUT)
-    side.peer_worker.hold_for_client(WITH)
-    side.peer_worker.hold_for_client(WITHOUT)
+    side.endpoints_to_worker.hold_for_client(WITH)
+    side.endpoints_to_worker.hold_for_client(WITHOUT)
     other = side.get(2, WITHOUT)
     assert side.get(1, WITH) is core and side.get(2, WITHOUT) is other
     assert side.cannot_get(2, WITH) and side.cannot_get(3, WITH) and side.cannot_get(3, WITHOUT)
-    side.peer_worker.release_hold(WITHOUT)
+    side.endpoints_to_worker.release_hold(WITHOUT)
     assert side.cannot_get(3, WITH)
     newer = side.get(3, WITHOUT)
     assert side.summary(WITH) == EndpointSummary(3, 1, True)
@@ -218,11 +224,11 @@ def test_get_that_fails(side: OneSide) -> None:
     core = side.get(1)
 
     def fail() -> Core:
-        side.peer_worker.count_made()
+        side.endpoints_to_worker.count_made()
         raise OSError
 
     with pytest.raises(OSError):
-        side.peer_worker.get(2, WITH, fail)
+        side.endpoints_to_worker.get(2, WITH, fail)
     assert side.summary() == EndpointSummary(2, 1, True)
     assert side.get(1) is core
 
@@ -230,17 +236,17 @@ def test_get_that_fails(side: OneSide) -> None:
 def test_endpoint_that_is_left_is_kept_for_a_moment(side: OneSide, clock: Clock) -> None:
     core = side.get(1)
     side.leave(core, reusable=True)
-    assert (side.peer_worker.idle, side.watched) == (1, 1)
+    assert (side.endpoints_to_worker.idle, side.watched) == (1, 1)
     clock.now += 0.9 * IDLE_TIME
-    side.peer_worker.close_idle()
-    assert side.get(1) is core and side.peer_worker.idle == 0
+    side.endpoints_to_worker.close_idle()
+    assert side.get(1) is core and side.endpoints_to_worker.idle == 0
     clock.pass_idle_time()
-    side.peer_worker.close_idle()
+    side.endpoints_to_worker.close_idle()
     assert not core.gone, "it has a Connection again"
     side.leave(core, reusable=True)
     clock.pass_idle_time()
-    side.peer_worker.close_idle()
-    assert core.gone and side.peer_worker.idle == 0
+    side.endpoints_to_worker.close_idle()
+    assert core.gone and side.endpoints_to_worker.idle == 0
     assert side.summary() == EndpointSummary(1)
 
 
@@ -258,7 +264,7 @@ def test_endpoint_that_was_not_greeted_is_closed_later(side: OneSide, clock: Clo
     assert not core.gone and side.watched
     assert side.summary() == EndpointSummary(1), "no Connection may join it"
     clock.pass_idle_time()
-    side.peer_worker.close_idle()
+    side.endpoints_to_worker.close_idle()
     assert core.gone
 
 
@@ -273,7 +279,7 @@ def test_idle_endpoint_that_is_replaced(side: OneSide) -> None:
     old = side.get(1)
     side.leave(old, reusable=True)
     new = side.get(2)
-    assert old.gone and side.peer_worker.idle == 0
+    assert old.gone and side.endpoints_to_worker.idle == 0
     assert side.summary() == EndpointSummary(2, 2, True)
     assert side.get(2) is new
 
@@ -282,42 +288,42 @@ def test_idle_endpoint_that_is_replaced(side: OneSide) -> None:
 def test_endpoint_that_a_client_was_told_of_stays(side: OneSide, clock: Clock, reusable: bool) -> None:
     core = side.get(1)
     for _ in range(2):
-        side.peer_worker.hold_for_client(WITH)
+        side.endpoints_to_worker.hold_for_client(WITH)
     side.leave(core, reusable=reusable)
-    side.peer_worker.release_hold(WITH)
+    side.endpoints_to_worker.release_hold(WITH)
     clock.pass_idle_time()
-    side.peer_worker.close_idle()
+    side.endpoints_to_worker.close_idle()
     assert not core.gone
     assert side.summary() == EndpointSummary(1, 1, True)
-    side.peer_worker.release_hold(WITH)
-    side.peer_worker.close_idle()
+    side.endpoints_to_worker.release_hold(WITH)
+    side.endpoints_to_worker.close_idle()
     assert core.gone
 
 
 def test_idle_endpoints_of_either_kind(side: OneSide, clock: Clock) -> None:
     """A client that is expected, and an endpoint that is made, matter to those of one kind only."""
     core, other = side.get(1, WITH), side.get(2, WITHOUT)
-    side.peer_worker.hold_for_client(WITHOUT)
+    side.endpoints_to_worker.hold_for_client(WITHOUT)
     for each in (core, other):
         side.leave(each, reusable=True)
-    assert side.peer_worker.idle == 2
+    assert side.endpoints_to_worker.idle == 2
     newer = side.get(3, WITH)
-    assert core.gone and not other.gone and side.peer_worker.idle == 1
+    assert core.gone and not other.gone and side.endpoints_to_worker.idle == 1
     side.leave(newer, reusable=True)
     clock.pass_idle_time()
-    side.peer_worker.close_idle()
+    side.endpoints_to_worker.close_idle()
     assert newer.gone and not other.gone
     assert side.summary(WITH) == EndpointSummary(3)
     assert side.summary(WITHOUT) == EndpointSummary(3, 2, True)
-    side.peer_worker.release_hold(WITHOUT)
-    side.peer_worker.close_idle()
+    side.endpoints_to_worker.release_hold(WITHOUT)
+    side.endpoints_to_worker.close_idle()
     assert other.gone
 
 
 def test_endpoint_that_cannot_be_kept_of_either_kind(side: OneSide) -> None:
     """A client that is expected with another kind does not keep it."""
     core, other = side.get(1, WITH), side.get(2, WITHOUT)
-    side.peer_worker.hold_for_client(WITH)
+    side.endpoints_to_worker.hold_for_client(WITH)
     for each in (core, other):
         side.leave(each, reusable=False)
     assert other.gone and not core.gone
@@ -328,9 +334,9 @@ def test_endpoint_that_cannot_be_kept_of_either_kind(side: OneSide) -> None:
 def test_endpoint_that_has_ended_is_forgotten(side: OneSide) -> None:
     core = side.get(1)
     side.leave(core, reusable=True)
-    side.peer_worker.hold_for_client(WITH)
+    side.endpoints_to_worker.hold_for_client(WITH)
     core.close()
-    assert (side.summary(), side.peer_worker.idle) == (EndpointSummary(1), 0)
+    assert (side.summary(), side.endpoints_to_worker.idle) == (EndpointSummary(1), 0)
     assert side.cannot_get(1)
     assert side.get(2) is not core
 
@@ -343,19 +349,19 @@ def test_old_endpoint_that_has_ended(side: OneSide) -> None:
 
 
 def test_peers_that_only_said_they_were_there() -> None:
-    peer_workers: Any = PeerWorkers(lambda: None)
-    peer_worker = peer_workers.of(1)
-    peer_worker.hold_for_client(WITH)
-    peer_workers.forget_unused(1)
-    assert peer_workers.of(1) is peer_worker
-    peer_worker.release_hold(WITH)
-    peer_workers.forget_unused(1)
-    peer_workers.forget_unused(2)
-    assert peer_workers.of(1) is not peer_worker
-    peer_workers.of(1).count_made()
-    peer_worker = peer_workers.of(1)
-    peer_workers.forget_unused(1)
-    assert peer_workers.of(1) is peer_worker, "UCX counts"
+    by_worker: Any = EndpointsByWorker(lambda: None)
+    endpoints = by_worker.of(1)
+    endpoints.hold_for_client(WITH)
+    by_worker.forget_unused(1)
+    assert by_worker.of(1) is endpoints
+    endpoints.release_hold(WITH)
+    by_worker.forget_unused(1)
+    by_worker.forget_unused(2)
+    assert by_worker.of(1) is not endpoints
+    by_worker.of(1).count_made()
+    endpoints = by_worker.of(1)
+    by_worker.forget_unused(1)
+    assert by_worker.of(1) is endpoints, "UCX counts"
 
 
 # ---- two sides: UCX ----
@@ -366,7 +372,7 @@ class Endpoint:
     """An endpoint of the simulated UCX, and what ``EndpointCore`` does about Connections.
 
     Attributes:
-        generation: by which UCX peer_workers it.
+        generation: by which UCX pairs it.
         users: the ends of Connections and handshakes that use it.
         failed: whether UCX has said so.
         stream_data: whether stream data has come, which a later Connection must not get.
@@ -377,7 +383,7 @@ class Endpoint:
     peer: int
     generation: int
     handle: object = 1
-    peer_worker: Any = None
+    endpoints_to_worker: Any = None
     greeted: bool = False
     peer_address: Any = None
     users: dict[End, None] = attrs.Factory(dict)
@@ -407,7 +413,7 @@ class Endpoint:
             return
         reusable = reusable and not self.stream_data
         was_shared = self.is_shared
-        stays = self.peer_worker.left(self, reusable=reusable)
+        stays = self.endpoints_to_worker.left(self, reusable=reusable)
         expected = self.world.expected(self.node, self.peer_address)
         assert self.is_shared is (was_shared and (expected or (reusable and self.greeted))), f"{self}: kept or not"
         assert stays or not self.is_shared
@@ -418,12 +424,12 @@ class Endpoint:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the peer_worker offers it to the next Connection."""
-        shared: int = self.peer_worker.summary(self.peer_address).shared
+        """Whether it is offered to the next Connection."""
+        shared: int = self.endpoints_to_worker.summary(self.peer_address).shared
         return shared == self.generation
 
     def close(self) -> None:
-        """By the peer_worker, or because it says so."""
+        """Closed for being idle, or because its last Connection left."""
         assert not self.users, f"{self} is closed, and has Connections"
         for end in self.world.ends():
             assert not (end.expects and end.told_endpoint is self), f"{self} is closed, and a client was told of it"
@@ -436,8 +442,8 @@ class Endpoint:
 
     def _end(self) -> None:
         self.handle = None
-        if self.peer_worker is not None:
-            self.peer_worker.ended(self)
+        if self.endpoints_to_worker is not None:
+            self.endpoints_to_worker.ended(self)
         users, self.users = list(self.users), {}
         for end in users:
             end.fail()
@@ -455,11 +461,11 @@ class Node:
         #: How many endpoints UCX has counted, by the peer's uid.
         self.counted: Counter[int] = Counter()
         self.endpoints: list[Endpoint] = []
-        self.peer_workers: Any = PeerWorkers(self._watch)
+        self.endpoints_by_worker: Any = EndpointsByWorker(self._watch)
         #: What UCX says to the next attempts to make an endpoint; None: the library does not even ask it.
         self.obstacles: list[Status | None] = []
         self.engine: Any = SimpleNamespace(
-            peer_workers=self.peer_workers,
+            endpoints_by_worker=self.endpoints_by_worker,
             identity=SimpleNamespace(address=SimpleNamespace(uid=uid)),
             key_gate=SimpleNamespace(let_in_by_address=lambda address: None),
             handle=self,
@@ -478,8 +484,8 @@ class Node:
     def close_idle(self) -> None:
         """The safety net."""
         if self.watching and not self.closed:
-            self.peer_workers.close_idle()
-            self.watching = self.peer_workers.idle > 0
+            self.endpoints_by_worker.close_idle()
+            self.watching = self.endpoints_by_worker.idle > 0
 
     def close(self) -> None:
         self.closed = True
@@ -550,8 +556,8 @@ class End:
         return -1 if self.peer is None else self.peer.uid
 
     @property
-    def peer_worker(self) -> Any:
-        return self.node.peer_workers.of(self.peer_uid)
+    def endpoints_to_worker(self) -> Any:
+        return self.node.endpoints_by_worker.of(self.peer_uid)
 
     @property
     def peer_address(self) -> Any:
@@ -564,9 +570,9 @@ class End:
     # ---- the handshake ----
 
     def summary(self) -> EndpointSummary:
-        self.peer_worker.hold_for_client(self.peer_address)
+        self.endpoints_to_worker.hold_for_client(self.peer_address)
         self.expects = True
-        self.told = self.peer_worker.summary(self.peer_address)
+        self.told = self.endpoints_to_worker.summary(self.peer_address)
         if self.told.shared:
             self.told_endpoint = self.attempt.world.endpoint(self.node, self.peer_uid, self.told.shared)
         return self.told
@@ -574,12 +580,12 @@ class End:
     def expect_no_more(self) -> None:
         if self.expects:
             self.expects = False
-            self.peer_worker.release_hold(self.peer_address)
+            self.endpoints_to_worker.release_hold(self.peer_address)
 
     def choose(self, theirs: EndpointSummary) -> int | None:
-        peer_worker, address = self.peer_worker, self.peer_address
-        ours = peer_worker.summary(address)
-        generation = peer_worker.choose(theirs, address)
+        endpoints_to_worker, address = self.endpoints_to_worker, self.peer_address
+        ours = endpoints_to_worker.summary(address)
+        generation = endpoints_to_worker.choose(theirs, address)
         if generation is None:
             # There must be a reason: no endpoint that each side has, or makes next.
             has = {ours.shared}
@@ -636,7 +642,7 @@ class End:
             endpoint.leave(self, reusable=reusable)
         if self.peer is not None:
             self.expect_no_more()
-            self.node.peer_workers.forget_unused(self.peer.uid)
+            self.node.endpoints_by_worker.forget_unused(self.peer.uid)
 
 
 class Attempt:
@@ -909,7 +915,7 @@ class World:
             for peer, counted in node.counted.items():
                 for shared_memory in (False, True):
                     address = self.nodes[peer].address(shared_memory)
-                    summary = node.peer_workers.of(peer).summary(address)
+                    summary = node.endpoints_by_worker.of(peer).summary(address)
                     assert summary.made == counted, f"{node} has counted wrong"
                     if summary.shared and not node.closed:
                         endpoint = self.endpoint(node, peer, summary.shared)
@@ -943,7 +949,7 @@ class World:
         self.clock.pass_idle_time()
         for node in self.nodes:
             node.close_idle()
-            assert node.closed or (node.peer_workers.idle, node.watching) == (0, False)
+            assert node.closed or (node.endpoints_by_worker.idle, node.watching) == (0, False)
         assert not self.open_endpoints()
 
 
