@@ -92,7 +92,7 @@ class OneSide:
         self.watched += 1
 
     def leave(self, core: Core, *, reusable: bool) -> None:
-        if not self.endpoints_to_worker.left(core, reusable=reusable):
+        if not self.endpoints_to_worker.last_left(core, reusable=reusable):
             core.close()
 
     def summary(self, address: Any = WITH) -> EndpointSummary:
@@ -413,7 +413,7 @@ class Endpoint:
             return
         reusable = reusable and not self.stream_data
         was_shared = self.is_shared
-        stays = self.endpoints_to_worker.left(self, reusable=reusable)
+        stays = self.endpoints_to_worker.last_left(self, reusable=reusable)
         expected = self.world.expected(self.node, self.peer_address)
         assert self.is_shared is (was_shared and (expected or (reusable and self.greeted))), f"{self}: kept or not"
         assert stays or not self.is_shared

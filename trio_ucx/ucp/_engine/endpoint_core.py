@@ -33,7 +33,7 @@ class EndpointCore(Scope):
     """An endpoint, as the engine knows it. It lives until UCX has closed its endpoint."""
 
     __slots__ = (
-        "_left",
+        "_lingering",
         "admissions",
         "beside",
         "connected",
@@ -66,7 +66,7 @@ class EndpointCore(Scope):
         #: Whether it is known to be up, and will not change its lanes any more.
         self.connected = False
         #: UCX's endpoint, if this object was closed and UCX still has something to write.
-        self._left: Any = None
+        self._lingering: Any = None
         #: The keys of its peer, which UCX may need as long as it has the endpoint.
         self.admissions: list[Admission] = []
         engine.endpoints[id] = self
@@ -144,7 +144,7 @@ class EndpointCore(Scope):
         """A Connection uses it no more. Left already: no effect.
 
         Args:
-            reusable: if it was the last one, see :meth:`EndpointsToWorker.left`.
+            reusable: if it was the last one, see :meth:`EndpointsToWorker.last_left`.
         """
         if share not in self.shares:
             return
@@ -152,7 +152,7 @@ class EndpointCore(Scope):
         if self.shares or self.handle is None:
             return
         reusable = reusable and self.stream_buffer is None and not self.operations_over_it()
-        if self.endpoints_to_worker is not None and self.endpoints_to_worker.left(self, reusable=reusable):
+        if self.endpoints_to_worker is not None and self.endpoints_to_worker.last_left(self, reusable=reusable):
             return
         if share.error is None:
             self.close()
@@ -208,8 +208,8 @@ class EndpointCore(Scope):
             self.ending.state = CloseState.CLOSED
         if self.handle is not None:
             self._force_close()
-        elif self._left is not None and self.engine.teardown.begun:
-            self._close_left()
+        elif self._lingering is not None and self.engine.teardown.begun:
+            self._close_lingering()
         if self.stream_buffer is not None:
             self.stream_buffer.discard()
 
@@ -266,7 +266,7 @@ class EndpointCore(Scope):
         (docs/ucx-reports.md: "TCP: both sides close by force"). If UCX is kept from writing, it keeps the socket until
         the peer has closed its end, which the peer cannot do if it is kept from writing, too.
         """
-        self._left = handle
+        self._lingering = handle
 
         async def finish() -> None:
             lost = UCXError, trio.BrokenResourceError, trio.ClosedResourceError
@@ -275,24 +275,24 @@ class EndpointCore(Scope):
                     await self.operations.wait_until(lambda: not self._sending())
                     await self._flush(handle)
             finally:
-                self._close_left()
+                self._close_lingering()
 
         try:
             self.engine.run.spawn(finish, f"trio_ucx close of an endpoint to {self.label}")
         except RuntimeError:  # the run has ended
-            self._close_left()
+            self._close_lingering()
 
     async def _flush(self, handle: Any) -> None:
         """Waits until UCX has written everything, unless the endpoint is closed."""
-        verdict = lib.tu_endpoint_flush_ucx(handle) if self._left else 0
+        verdict = lib.tu_endpoint_flush_ucx(handle) if self._lingering else 0
         if verdict > 0:
             flush = Operation(self.engine, verdict, None, "writing what an endpoint has to send")
             self.engine.submit()
             await self.engine.waiting.wait(flush)
 
-    def _close_left(self) -> None:
+    def _close_lingering(self) -> None:
         """Closes UCX's endpoint if :meth:`_finish_writing` has not done that yet."""
-        handle, self._left = self._left, None
+        handle, self._lingering = self._lingering, None
         if handle is not None and self.engine.usable:
             self._close_native(handle, lib.TU_CLOSE_STOP)
             self.engine.submit()

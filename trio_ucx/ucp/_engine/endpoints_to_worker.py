@@ -145,7 +145,8 @@ class EndpointsToWorker:
             core = make()  # which calls `count_made`
             old, kind.core, kind.generation = kind.core, core, generation
             core.endpoints_to_worker = self
-            # It was greeted, if it has no Connection: `left` forgets others, as none is held for a client (`_reaches`).
+            # It was greeted, if it has no Connection: `last_left` forgets others, as none is held for a client
+            # (`_reaches`).
             if old is not None and self._idle.pop(old, None) is not None:
                 old.close()
             return core
@@ -154,7 +155,7 @@ class EndpointsToWorker:
 
     # ---- the end ----
 
-    def left(self, core: EndpointCore, *, reusable: bool) -> bool:
+    def last_left(self, core: EndpointCore, *, reusable: bool) -> bool:
         """The last Connection has left an endpoint.
 
         Args:

@@ -47,7 +47,7 @@ class Share(Scope):
         """Marks it as failed, ends its operations, and leaves the endpoint. Failed or closed already: no effect.
 
         Args:
-            reusable: whether nothing was left at the endpoint: see :meth:`EndpointsToWorker.left`.
+            reusable: whether nothing was left at the endpoint: see :meth:`EndpointsToWorker.last_left`.
         """
         if self.gone:
             return
