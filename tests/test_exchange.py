@@ -205,8 +205,8 @@ def test_end_after_the_exchange(key: bytes | None, greeted: bool, how: str, who:
         client, server = two_sides(key, key)
         talk(client, server)
         if greeted:
-            client.exchange.greeted()
-            server.exchange.greeted()
+            client.exchange.mark_opened()
+            server.exchange.mark_opened()
         one, other = (client, server) if who == "client" else (server, client)
         del other.events[:]
         one.exchange.abort() if how == "abort" else one.exchange.refuse("no")
@@ -228,7 +228,7 @@ def test_client_whose_connection_is_open_before_the_server_s() -> None:
     for key, again in itertools.product(KEYS, (False, True)):
         client, server = two_sides(key, key)
         talk(client, server)
-        client.exchange.greeted()
+        client.exchange.mark_opened()
         del client.events[:]
         server.exchange.again() if again else server.exchange.refuse("the listener closed")
         talk(client, server)
@@ -272,7 +272,7 @@ def reach(state: ExchangeState, is_client: bool, key: bytes | None) -> tuple[Sid
             client.silent_after = Welcomed
         talk(client, server)
     if state is ExchangeState.OPENED:
-        side.exchange.greeted()
+        side.exchange.mark_opened()
     elif state is ExchangeState.ENDED:
         side.exchange.abort()
     side.data()

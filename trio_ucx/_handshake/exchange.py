@@ -320,8 +320,8 @@ class Exchange:
         self._send(FrameKind.REFUSE, bytes([why]) + reason.encode(errors="replace")[:1000])
         self.state = ExchangeState.ENDED
 
-    def greeted(self) -> None:
-        """The connection is open for this side."""
+    def mark_opened(self) -> None:
+        """Marks the connection as open for this side."""
         self.state = ExchangeState.OPENED
 
     def abort(self, sent: int = 0) -> None:

@@ -447,7 +447,7 @@ class Handshake:
         ):
             return
         link.share.endpoint.mark_greeted()
-        control.exchange.greeted()
+        control.exchange.mark_opened()
         link.peer_info = control.identify(self.peer)
         closing = link.closing
         closing.control_socket = control
