@@ -149,4 +149,4 @@ static void end(tu_transfer_t *transfer)
     }
 }
 
-const tu_way_t tu_way_mapped = {.begin = begin, .end = end};
+const tu_transfer_method_t tu_mapped_method = {.begin = begin, .end = end};

@@ -170,7 +170,7 @@ void tu_transfer_conclude(tu_transfer_t *transfer, ucs_status_t status)
 
     if (transfer->state != TU_TRANSFER_OVER) {
         if (transfer->state == TU_TRANSFER_SENT || transfer->state == TU_TRANSFER_COPYING) {
-            transfer->way->end(transfer);
+            transfer->method->end(transfer);
         }
         refused = status != UCS_OK && transfer->done == NULL && endpoint != NULL &&
                   (transfer->kind == TU_TRANSFER_PUT || transfer->kind == TU_TRANSFER_ATOMIC);
@@ -215,7 +215,7 @@ void tu_order_advance(tu_endpoint_t *endpoint)
         if (transfer->kind == TU_TRANSFER_FLUSH) {
             continue;
         }
-        transfer->way->begin(transfer);
+        transfer->method->begin(transfer);
     }
     transfers->advancing = false;
 }

@@ -110,7 +110,7 @@ static void forget(tu_transfer_t *transfer)
     tu_list_remove(&transfer->awaiting_link);
 }
 
-const tu_way_t tu_way_messages = {.begin = begin, .end = forget};
+const tu_transfer_method_t tu_requester_method = {.begin = begin, .end = forget};
 
 /* ---- answers ---- */
 

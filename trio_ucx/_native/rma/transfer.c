@@ -25,7 +25,7 @@ static ucs_status_t add(tu_endpoint_t *endpoint, const tu_transfer_params_t *par
     transfer->memory = params->memory;
     transfer->atomic = params->atomic;
     transfer->local  = local;
-    transfer->way    = local != NULL ? &tu_way_mapped : &tu_way_messages;
+    transfer->method = local != NULL ? &tu_mapped_method : &tu_requester_method;
     transfer->scope  = params->scope;
     if (local == NULL) {
         tu_requester_prepare(transfer, params->path, params->offset);

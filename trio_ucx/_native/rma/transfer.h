@@ -55,10 +55,10 @@ typedef enum tu_transfer_state {
 } tu_transfer_state_t;
 
 /* How a transfer is carried out. */
-typedef struct tu_way {
+typedef struct tu_transfer_method {
     void (*begin)(tu_transfer_t *transfer);
     void (*end)(tu_transfer_t *transfer); /* of one that has begun, and not happened: forgets it */
-} tu_way_t;
+} tu_transfer_method_t;
 
 struct tu_transfer {
     tu_worker_t *worker;
@@ -79,7 +79,7 @@ struct tu_transfer {
     char *buffer;
     uint64_t length;
     int memory;
-    const tu_way_t *way;       /* of a flush and a WHOLE: NULL */
+    const tu_transfer_method_t *method; /* of a flush and a WHOLE: NULL */
     char *local;               /* the memory's address in this process; NULL: by messages */
     uint64_t copied;
     ucs_status_t status;
@@ -147,10 +147,10 @@ void tu_mapped_close(tu_rma_t *rma);
 void tu_mapped_copy(bool put, char *buffer, char *local, uint64_t length);
 void tu_mapped_store(char *to, const void *data, uint64_t length);
 uint64_t tu_mapped_atomic(const tu_atomic_terms_t *atomic, char *at, uint64_t length);
-extern const tu_way_t tu_way_mapped;
+extern const tu_transfer_method_t tu_mapped_method;
 
 /* requester.c */
-extern const tu_way_t tu_way_messages;
+extern const tu_transfer_method_t tu_requester_method;
 void tu_requester_prepare(tu_transfer_t *transfer, const tu_access_path_t *path, uint64_t offset);
 void tu_requester_answered(tu_rma_t *rma, const tu_remote_answer_t *answer, void *data, size_t length,
                            bool rendezvous);
