@@ -161,7 +161,7 @@ async def accept_stream(
 
 
 async def _begins_with(token: bytes, stream: trio.SocketStream) -> bool:
-    """Returns whether the stream begins with the token; if not, closes it."""
+    """Returns True if the stream begins with the token; if not, closes the stream."""
     given = bytearray(len(token))
     try:
         with trio.fail_after(_TOKEN_PATIENCE):
@@ -178,7 +178,7 @@ async def _begins_with(token: bytes, stream: trio.SocketStream) -> bool:
 
 
 async def connect_stream(connection: Connection, port: int, token: str) -> trio.SocketStream:
-    """The client's part.
+    """The client's part: connects, and sends the token.
 
     Raises:
         OSError, trio.BrokenResourceError: it cannot connect there.

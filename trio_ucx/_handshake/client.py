@@ -54,7 +54,7 @@ class Connector:
         self._tried: list[WorkerConnections] = []
 
     async def run(self) -> Link:
-        """Connects.
+        """Connects, from one worker after the other. Returns the open connection.
 
         Raises:
             TimeoutError: it took longer than ``timeout``.
@@ -139,7 +139,7 @@ class Connector:
                 stream.close(exchange.data_to_send() if reason else b"")
 
     def _named(self, error: OSError) -> OSError:
-        """The error, with the listener's address and a possible cause in its message."""
+        """Returns the error, with the listener's address and a possible cause in its message."""
         if self.label in str(error):
             return error
         if error.errno == errno.ENOTCONN:  # from getpeername

@@ -213,7 +213,7 @@ class ControlSockets:
                     control.internal_error(error)
 
     def close(self) -> None:
-        """Closes all of them: the worker is being closed."""
+        """Closes all control sockets, because the worker is being closed."""
         for control in list(self._sockets.values()):
             control.close()
         epoll, self._epoll = self._epoll, None

@@ -53,7 +53,7 @@ class TLS:
         self._received = 0
 
     def receive(self, data: bytes) -> None:
-        """Takes bytes from the peer.
+        """Adds bytes from the peer; :meth:`decrypt` returns what they contain.
 
         Raises:
             ssl.SSLError: it sent more than MAX_TLS_BYTES.

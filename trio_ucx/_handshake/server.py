@@ -445,7 +445,7 @@ class Acceptor:
             self._ready.append(link)
 
     def check(self) -> None:
-        """Refuses use after the close."""
+        """Refuses to use a listener that was closed."""
         self.engine.check()
         if self.closed:
             raise trio.ClosedResourceError("this listener was closed")
@@ -502,7 +502,7 @@ class Acceptor:
 
 
 def _gave_up(event: Event) -> OSError:
-    """The client sent this instead of going on."""
+    """Returns the error for a client that sent this instead of going on."""
     if isinstance(event, Refused):
         return ConnectionAbortedError(errno.ECONNABORTED, f"it gave up: {event.reason}")
     return ConnectionAbortedError(errno.ECONNABORTED, "it gave up the connection")

@@ -51,7 +51,8 @@ def of_worker(engine: Engine) -> Iterator[str]:
 def of_connection(
     link: Link, operations: list[Operation], handler: TaskPlace | None, now: float, silent_hosts: Mapping[str, int]
 ) -> Iterator[str]:
-    """
+    """Yields likely causes of a hang of a connection.
+
     Args:
         operations: the sends that wait for credit, and what UCX has.
         handler: the task that serves it.

@@ -59,7 +59,7 @@ _T = TypeVar("_T")
 
 
 def collect() -> Item:
-    """The whole report."""
+    """Returns the whole report."""
     return _Collector().process()
 
 

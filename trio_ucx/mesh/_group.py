@@ -113,7 +113,7 @@ class Group(metaclass=OpenedNotConstructed):
         return link
 
     async def _use(self, rank: int, operation: Callable[[Connection], Awaitable[_T]]) -> _T:
-        """Does something with the connection to a rank; its errors name the rank then."""
+        """Calls ``operation`` with the connection to a rank, and makes its errors name the rank."""
         link = await self._link(rank)
         assert link.connection is not None
         try:

@@ -91,7 +91,7 @@ class RankConnection:
         return self.connection is not None and self.connection._link.receiving.next_number((tag,)) is not None
 
     def ended(self, tag: int) -> Exception | None:
-        """Returns why no message with this tag will arrive, if so."""
+        """Returns why no message with this tag will arrive; None if one may."""
         return None if self.connection is None else self.connection._link.receiving.any_end((tag,))
 
     @contextmanager
@@ -235,7 +235,7 @@ class Links:
         return answer
 
     def end(self) -> None:
-        """Ends all that are left."""
+        """Ends the links to all ranks."""
         for link in self.by_rank.values():
             link.end()
 
@@ -278,7 +278,7 @@ class Links:
                 connection.abort()
 
     async def answer(self, channel: Channel, hello: RankHello) -> None:
-        """Says whether the connection is wanted."""
+        """Tells a rank that has connected whether its connection is wanted."""
         members = self.members
         while members.ended is None and (not members.name or hello.member > members.member(hello.rank)):
             await members.changed.park()  # rank 0 has told the other one sooner than us

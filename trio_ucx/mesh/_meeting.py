@@ -210,7 +210,7 @@ class Coordinator:
         self._find_heard()
 
     def _find_heard(self) -> None:
-        """Tells all when they have heard of a generation."""
+        """Tells all ranks when the last of them has heard of a generation."""
         if self._members.heard == self._members.generation:
             return
         heard = min((self._heard.get(rank, 0) for rank in self._controls), default=self._members.generation)

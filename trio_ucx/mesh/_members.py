@@ -77,7 +77,7 @@ class Members:
         )
 
     def lose(self, rank: int, reason: str) -> bool:
-        """A rank was lost. Returns whether that is new."""
+        """Records that a rank was lost. Returns True if that is new."""
         if rank in self.lost or self.ended is not None:
             return False
         error = self.lost[rank] = self.losses[rank] = RankLostError(rank, reason)
@@ -116,7 +116,7 @@ class Members:
         self.changed.unpark_all()
 
     def error(self, rank: int) -> RankLostError | None:
-        """Returns why nothing can be done with a rank, if so."""
+        """Returns why nothing can be done with a rank; None if something can."""
         error = self.ended or self.lost.get(rank)
         return None if error is None else again(error)
 

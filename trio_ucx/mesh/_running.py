@@ -110,7 +110,7 @@ class Collectives:
                 scope.cancel()
 
     async def run(self, kind: int, steps: Steps) -> Any:
-        """Runs one. If the task is cancelled, the rest of it is done in the background."""
+        """Runs a collective operation. If the task is cancelled, the rest of it is done in the background."""
         if self._current is not None:
             raise trio.BusyResourceError(
                 "another task runs a collective operation: all ranks must call them in one order"
@@ -137,7 +137,7 @@ class Collectives:
         return call.value
 
     async def finish(self) -> None:
-        """Waits until what goes on in the background is over; when that takes long, a line in the log says so."""
+        """Waits until the operations in the background are over; when that takes long, a line in the log says so."""
         with trio.move_on_after(_LONG):
             await self._idle()
             return
@@ -155,7 +155,7 @@ class Collectives:
 
     @enable_ki_protection
     async def _go_on(self) -> None:
-        """Does what is in the background."""
+        """Runs the operations in the background, one after the other."""
         try:
             while self._background:
                 call = self._background[0]
@@ -179,7 +179,7 @@ class Collectives:
         self._members.lose(self._members.rank, f"an error in {what}: {error}")
 
     async def _run(self, call: _Call) -> bool:
-        """Does an operation, or the rest of it. Returns whether it has passed a checkpoint: each receive is one."""
+        """Runs an operation, or the rest of it. Returns True if it has passed a checkpoint: each receive is one."""
         received = False
         if not call.number:
             await self._begin(call)

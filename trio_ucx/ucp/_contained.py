@@ -20,7 +20,7 @@ def report(what: str, error: BaseException) -> None:
 
 
 def contained(function: Callable[..., object], *arguments: object) -> bool:
-    """Calls a function, and logs what it raises. Returns whether it succeeded."""
+    """Calls a function, and logs what it raises. Returns True if it succeeded."""
     try:
         function(*arguments)
     except BaseException as error:

@@ -155,7 +155,7 @@ class ArmedWorker(Protocol):
         """
 
     def serve_parked(self) -> bool:
-        """Progresses once. Whether something arrived, and every parked task goes on."""
+        """Progresses the worker once. Returns True if something arrived, and every parked task goes on."""
 
     def signal(self) -> None:
         """Makes the descriptor readable."""
@@ -165,16 +165,16 @@ class Loop(Protocol):
     """Trio's loop, as far as arming is concerned."""
 
     def now(self) -> float:
-        """Seconds, of a clock that never goes back."""
+        """Returns seconds, of a clock that never goes back."""
 
     def watch(self) -> None:
         """Calls :meth:`Arming.before_wait` in every round, until told otherwise."""
 
     def stop_watching(self) -> None:
-        """Calls it no more."""
+        """Stops calling :meth:`Arming.before_wait`."""
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Calls it in the next round."""
+        """Calls a function in the next round."""
 
     def start_timer(self) -> None:
         """Calls :meth:`Arming.timer_ended` after TIMER_SECONDS seconds, if it is not going to already."""
@@ -237,7 +237,7 @@ class Arming:
         return self._state is ArmingState.ARMED
 
     def try_to_arm(self) -> bool:
-        """Progresses, and tries to arm. Returns whether that succeeded.
+        """Progresses the worker, and tries to arm it. Returns True if that succeeded.
 
         If no task waits for the descriptor, wakes the progress task and returns False.
         """
@@ -248,7 +248,7 @@ class Arming:
         return self.armed
 
     def handle(self, event: Event) -> None:
-        """An event has happened."""
+        """Makes the transition for an event that has happened."""
         TRANSITIONS[self.state, event](self)
 
     # ---- transitions ----
@@ -432,7 +432,7 @@ class Arming:
         )
 
     def timer_ended(self) -> bool:
-        """The timer that replaces the hook has ended. Whether it is to be started again."""
+        """The timer that replaces the hook has ended. Returns True if it is to be started again."""
         count = self._worker.delivery_count
         state = self.state
         if self.steady and count != self._timer_at and state is not ArmingState.PROGRESSING:

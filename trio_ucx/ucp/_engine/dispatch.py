@@ -55,7 +55,7 @@ class Receivers:
         self._am_waiters[key] = waiters
 
     def remove_am_queue(self, key: int, id: int) -> None:
-        """It takes them no more."""
+        """The queue takes no active messages any more."""
         self.am_queues.pop(key, None)
         self._am_waiters.pop(key, None)
         self.am_ids.pop(id, None)
@@ -66,7 +66,7 @@ class Receivers:
 
 
 def deliver(engine: Engine, rows: list[int]) -> None:
-    """Takes the records of one call into C, all their fields in a row."""
+    """Delivers the records of one call into C. ``rows`` has all their fields in a row."""
     tag_dispatch = engine.tag_dispatch
     for start in range(0, len(rows), _FIELDS):
         kind, id, status, length, tag, pointer = rows[start : start + _FIELDS]
@@ -145,7 +145,7 @@ def _deliver_piece(engine: Engine, id: int, pointer: int, length: int) -> None:
 
 
 def deliver_failures(engine: Engine) -> None:
-    """Tells of the endpoints that failed, once everything that had arrived before was delivered."""
+    """Reports the endpoints that failed, once everything that had arrived before was delivered."""
     failures, engine.failures = engine.failures, []
     for id, status in failures:
         core = engine.endpoints.get(id)

@@ -203,7 +203,7 @@ class EndpointCore(Scope):
         contained(self.operations.changed)
 
     def close(self) -> None:
-        """Closes by force, at once. Waiters get ClosedResourceError."""
+        """Closes the endpoint by force, at once. Waiters get ClosedResourceError."""
         if self.ending.state is CloseState.CLOSING:
             self.ending.state = CloseState.CLOSED
         if self.handle is not None:
@@ -214,7 +214,7 @@ class EndpointCore(Scope):
             self.stream_buffer.discard()
 
     def follow(self, other: EndpointCore) -> None:
-        """Ends as the endpoint did that it stands beside."""
+        """Ends this memory endpoint in the way in which the endpoint ended beside which it is."""
         if self.handle is not None:
             self.ending.error = other.error
             self._force_close()

@@ -282,7 +282,7 @@ class Engine:
         return self.progress_count - self._submit_count
 
     def serve_parked(self) -> bool:
-        """Progresses once. Whether something arrived, and every task that was parked goes on."""
+        """Progresses the worker once. Returns True if something arrived, and every task that was parked goes on."""
         return self.poll_and_deliver(lib.tu_worker_look) and self.waiting.parked == self.waiting.woken and self.usable
 
     def signal(self) -> None:
@@ -291,7 +291,7 @@ class Engine:
             lib.tu_worker_signal(self.handle)
 
     def wake(self) -> None:
-        """Makes the progress task look."""
+        """Wakes the progress task, or whoever waits for the worker's descriptor."""
         self.arming.handle(Event.WAKE)
 
     def watch_events(self) -> None:
@@ -335,7 +335,7 @@ class Engine:
     # ---- internal errors ----
 
     def guard(self, function: Callable[[], None]) -> None:
-        """Calls it where an exception would end the run: a bug in it breaks the worker instead."""
+        """Calls a function where an exception would end the run: a bug in it breaks the worker instead."""
         try:
             function()
         except Exception as error:

@@ -36,7 +36,7 @@ class Identity:
 
     @classmethod
     def of(cls, handle: Any, context: Context, client_id: int | None) -> Identity:
-        """Asks UCX.
+        """Asks UCX for the identity of a worker.
 
         Raises:
             OSError, UCXError: UCX does not tell.

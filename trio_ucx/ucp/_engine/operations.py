@@ -67,7 +67,7 @@ class Operation(Pending):
         self.conclude(status, length, tag)
 
     def conclude(self, status: int, length: int, tag: int) -> None:
-        """Finishes with this status. UCX has completed it, or :meth:`complete` is called when it has."""
+        """Finishes the operation with this status. UCX has completed it, or :meth:`complete` is called when it has."""
         if status == Status.OK:
             try:
                 value = self.value(length, tag)
@@ -193,7 +193,7 @@ class OperationSet:
         self.at_end: set[Callable[[], None]] = set()
 
     def ended(self, operation: Operation) -> None:
-        """One of them is over."""
+        """An operation of this set is over."""
         self.pending.discard(operation)
         self.changed()
 
@@ -207,7 +207,7 @@ class OperationSet:
             self._around.changed()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits for a condition on them. No checkpoint if it holds already."""
+        """Waits for a condition on the operations. No checkpoint if it holds already."""
         while not condition():
             watcher = Signal()
             with self.watching(watcher):
@@ -228,14 +228,14 @@ class OperationSet:
         return [operation for operation in self._engine.in_flight.values() if operation in self.pending]
 
     def sends_done(self) -> bool:
-        """True if none is under way but detached ones."""
+        """True if all operations that are under way are detached."""
         return all(operation.detached for operation in self.pending)
 
     def buffers_released(self) -> bool:
         return not any(operation.detached for operation in self.pending)
 
     def end(self, problem: Callable[[], Exception | None]) -> None:
-        """Ends the waits for them, which UCX may not have completed: their scope has ended."""
+        """Ends the waits for the operations, which UCX may not have completed: their scope has ended."""
 
         def end(operation: Operation) -> None:
             if operation.outcome is None and not operation.detached:

@@ -66,13 +66,13 @@ class PeerProcesses:
         return True
 
     def forget(self, process: Process, who: object) -> None:
-        """Ends what ``who`` asked for. Not asked, or ended already: no effect."""
+        """Stops watching a process for ``who``. Not watched for it, or stopped already: no effect."""
         watch = self._watches.get(process)
         if watch is not None and watch.callbacks.pop(who, None) is not None and not watch.callbacks:
             self._close(process)
 
     def close(self) -> None:
-        """Ends all, and watches none any more."""
+        """Stops watching all processes; none can be watched any more."""
         self._closed = True
         for process in list(self._watches):
             self._close(process)

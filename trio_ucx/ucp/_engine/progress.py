@@ -108,12 +108,12 @@ class SafetyNet:
         self._interval = 0.0
 
     def watch(self) -> None:
-        """Something is awaited: look."""
+        """Something is awaited: looks from now on."""
         if not self._interval:
             self._look_after(INTERVAL)
 
     def watch_polling(self) -> None:
-        """The worker is not armed: look whether it is being polled all the time."""
+        """The worker is not armed: looks from now on whether it is being polled all the time."""
         if self._interval != TIMER_SECONDS:
             self._look_after(TIMER_SECONDS)
 

@@ -59,7 +59,7 @@ class WorkerStatistics:
 
 
 def worker_statistics(engine: Engine) -> WorkerStatistics:
-    """Those of a worker that is not closed."""
+    """Returns the statistics of a worker that is not closed."""
     native = ffi.new("tu_counts_t *")
     lib.tu_worker_counts(engine.handle, native)
     counters = engine.counters

@@ -39,7 +39,7 @@ class StreamChunk:
         self._start += count
 
     def end(self) -> None:
-        """Its memory can be used no more. Ended already: no effect.
+        """Gives the memory of this piece back. Ended already: no effect.
 
         Raises:
             BufferError: see :meth:`Borrowed.end`.
@@ -97,7 +97,7 @@ class StreamBuffer:
             self._waiter = None
 
     def take(self) -> StreamChunk:
-        """The oldest piece, to be ended by the caller."""
+        """Returns the oldest piece, which the caller must end."""
         piece = self._pieces.popleft()
         self.size -= len(piece.view)
         return piece
@@ -125,7 +125,7 @@ class StreamBuffer:
             self.wake()
 
     def discard(self) -> None:
-        """Nobody will read it."""
+        """Drops what has arrived, because nobody will read it."""
         self._engine.teardown.children.pop(self._id, None)
         while self._pieces:
             self.take().end()

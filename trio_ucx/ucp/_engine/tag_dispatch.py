@@ -53,7 +53,7 @@ class TagDispatch:
         self.arena = memoryview(ffi.buffer(lib.tu_worker_arena(engine.handle), lib.TU_ARENA))
 
     def claim(self) -> None:
-        """From now on, such messages come here."""
+        """Makes C code take the messages of Connections off UCX's queue from now on."""
         self.claimed = True
         lib.tu_worker_claim_messages(self._engine.handle, CONNECTION_BIT, self.small)
 

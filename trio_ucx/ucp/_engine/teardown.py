@@ -59,23 +59,23 @@ class Teardown:
         self.on_closed: Callable[[], None] | None = None
 
     def report_broken(self, failure: Callable[[], Exception]) -> None:
-        """The worker broke: passes on a new exception each time."""
+        """The worker broke: tells all that depend on it, each with a new exception."""
         for tell in list(self.on_broken.values()):
             contained(lambda tell=tell: tell(failure()))
 
     def close_children(self) -> None:
-        """The worker is being closed."""
+        """Closes the children, because the worker is being closed."""
         for close in list(self.children.values()):
             contained(close)
 
     def end(self, statistics: WorkerStatistics) -> None:
-        """Nothing is under way any more."""
+        """Ends what is registered for the worker's end: nothing is under way any more."""
         self.statistics = statistics
         for end in list(self.at_end.values()):
             contained(end)
 
     def release_kept(self) -> None:
-        """The worker was destroyed."""
+        """Releases what was kept until the worker was destroyed."""
         self.unrecorded.clear()
         for let_go in self.kept:
             let_go()

@@ -88,7 +88,7 @@ class TrioRun(Birth):
         await self._background_ended.park()
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Calls it in the worker's thread and run, from wherever (a destructor, say); not at all when that is over."""
+        """Calls a function in the worker's thread and run, from anywhere (a destructor, say); not after the run."""
 
         def call() -> None:
             if self._engine.usable:

@@ -143,11 +143,11 @@ class Pending:
         raise NotImplementedError
 
     def internal_error(self, error: BaseException) -> None:
-        """Called when ``cancel`` failed: ends what it belongs to. Never raises."""
+        """Called when :meth:`cancel` failed: ends what this Pending belongs to. Never raises."""
         report("an internal error of trio_ucx, in a cancellation", error)
 
     def try_to_cancel(self) -> bool:
-        """Calls :meth:`cancel`; if that fails, ends what this belongs to."""
+        """Calls :meth:`cancel`; if that fails, ends what this Pending belongs to."""
         try:
             return self.cancel()
         except BaseException as error:
@@ -244,7 +244,7 @@ class Waiters:
         return None
 
     def give(self, thing: Any) -> bool:
-        """Gives it to the task that has waited longest; False when no task waits."""
+        """Gives a thing to the task that has waited longest. Returns False if no task waits."""
         first = self._take_first()
         if first is not None:
             first.finish(Value(thing))
@@ -373,13 +373,15 @@ class Waiting:
             await trio.lowlevel.checkpoint_if_cancelled()  # as a parked task, which gets the cancellation first
 
     async def poll_for_sequences(self) -> None:
-        """For the progress task: sequences go on (``native.h``) whose tasks are parked. A schedule point, as
-        :meth:`wait` is."""
+        """For the progress task: polls once for sequences (``native.h``) that go on while their tasks are parked.
+
+        A schedule point, as :meth:`wait` is.
+        """
         if await self._alone() and not self.woken:
             self._engine.poll_and_deliver(lib.tu_poll)
 
     async def _alone(self) -> bool:
-        """A schedule point, unless one was passed lately. Returns whether no other task seems to have work to do."""
+        """Passes a schedule point, unless one was passed lately. Returns True if no other task seems to have work."""
         if self._yield_interval and self._yielded_lately():
             return True
         took = 0.0

@@ -124,7 +124,7 @@ class ForeignMemory:
         return memoryview(ffi.buffer(self.address, self.size))
 
     def read(self, length: int) -> bytes:
-        """A copy of the first bytes."""
+        """Returns a copy of the first bytes."""
         if length == 0:
             return b""
         if self.memory == MemoryType.CUDA + 1:
@@ -133,7 +133,7 @@ class ForeignMemory:
         return bytes(self._view()[:length])
 
     def write(self, source: memoryview, start: int) -> None:
-        """Copies behind the first ``start`` bytes."""
+        """Copies ``source`` into the memory, behind its first ``start`` bytes."""
         if self.memory == MemoryType.CUDA + 1:
             _cuda.driver().write(_address(self.address) + start, bytes(source))
         else:

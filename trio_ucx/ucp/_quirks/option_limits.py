@@ -261,12 +261,12 @@ _GREATEST = 2**32 - 1
 
 
 def agreed_sizes(config: Mapping[str, str]) -> Sizes:
-    """The values in force here."""
+    """Returns the values of the options in AGREED that are in force here."""
     return tuple(size(name, config) for name in AGREED)
 
 
 def size(name: str, config: Mapping[str, str]) -> int:
-    """The value in force of one of these options."""
+    """Returns the value in force of an option in AGREED."""
     value = number(in_force(name, config) or "")
     return AGREED[name] if value is None else int(min(value, _GREATEST))
 

@@ -136,7 +136,7 @@ class _Probe:
         return tag
 
     def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
-        """The worker has received it."""
+        """The worker has received the probe's message."""
         self.arrived = True
 
     def message_arrived(self, queue: int, handle: int, length: int) -> None:

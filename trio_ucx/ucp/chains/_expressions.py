@@ -229,7 +229,7 @@ class ResultSlice:
 
     @property
     def _requests(self) -> frozenset[ChainRequest]:
-        """Those whose results it is made of."""
+        """The requests whose results it is made of."""
         if self._value is not None:
             return self._value._requests
         assert self._request is not None

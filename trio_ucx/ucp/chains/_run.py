@@ -112,7 +112,7 @@ class NativeChain:
         live_handles.opened("request chain")
 
     def forget(self) -> None:
-        """The worker ends, and frees it."""
+        """Forgets the native chain: the worker ends and frees it, or :meth:`free` does."""
         if self.handle is not None:
             self._keep_outcomes()
             if self.buffers and lib.tu_chain_busy(self.handle):
@@ -144,7 +144,7 @@ class NativeChain:
 
     @property
     def outcomes(self) -> Outcomes | None:
-        """Those of the last run, if anybody has them."""
+        """The outcomes of the last run, if anybody has them."""
         return None if self._outcomes is None else self._outcomes()
 
     def new_outcomes(self, requests: Sequence[ChainRequest], targets: Iterable[Target]) -> Outcomes:
@@ -228,7 +228,7 @@ class Target:
             self.path = await find
 
     def bind(self, native: Any) -> Key | None:
-        """Tells C where they go in the next run; nowhere, if the connection is gone."""
+        """Tells C where the requests to this target go in the next run; nowhere, if the connection is gone."""
         path = self.path
         core = self.scope.endpoint if path is None else path.core
         ended = path is None and isinstance(self.thing, RemoteMemory)  # while we looked for an access path
