@@ -25,8 +25,14 @@ from ._opening.options import KEEPALIVE_INTERVAL, ConnectOptions, check_exchange
 from ._opening.run_worker import shared_worker
 from ._opening.unix import unix_path
 from .ucp import Worker
-from .ucp._address import Resolved, SocketAddress, format_address, split_address
-from .ucp._endpoint_options import check_is_ours, check_local_address
+from .ucp._address import (
+    Resolved,
+    SocketAddress,
+    check_is_ours,
+    check_local_address,
+    format_address,
+    split_address,
+)
 from .ucp._quirks import descriptors
 from .ucp._util import OpenedNotConstructed, check_in_trio, check_timeout
 

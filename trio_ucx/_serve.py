@@ -19,8 +19,7 @@ from ._opening.run_worker import shared_worker
 from ._opening.unix import open_unix_listener, unix_path
 from ._server import Handler, OnHandlerError, Server
 from .ucp import Worker
-from .ucp._address import format_address
-from .ucp._listener import check_port
+from .ucp._address import check_port, format_address
 from .ucp._util import check_in_trio, check_integer, check_timeout
 
 logger = logging.getLogger("trio_ucx")

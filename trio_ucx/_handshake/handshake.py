@@ -29,7 +29,7 @@ from .._link import Link, MessagePort, Options
 from .._rules import wire
 from .._rules.life import Loss
 from ..ucp import WorkerAddress
-from ..ucp._address import family_of, format_address
+from ..ucp._address import family_of, format_address, is_loopback
 from ..ucp._connecting import connect_shared
 from ..ucp._contained import contained, report
 from ..ucp._engine.endpoints_to_worker import EndpointsToWorker, EndpointSummary
@@ -37,7 +37,6 @@ from ..ucp._engine.operations import Operation
 from ..ucp._engine.share import Share
 from ..ucp._engine.waits import Signal
 from ..ucp._keys import KeyPair
-from ..ucp._quirks.address_layout import is_loopback
 from ..ucp._quirks.key_gate import Admission
 from ..ucp._status import UCXError, os_error_from_status
 from ..ucp._tag import post_bytes_send

@@ -22,9 +22,8 @@ from .._open import open_ucx_stream
 from .._opening.backoff import Backoff, is_temporary, waits
 from .._serve import open_ucx_listeners
 from ..ucp import Worker
-from ..ucp._address import format_address
+from ..ucp._address import format_address, is_loopback
 from ..ucp._process import host_name, this_host
-from ..ucp._quirks.address_layout import is_loopback
 from ..ucp._util import printable
 from . import _meeting_file
 from ._errors import MeetingError

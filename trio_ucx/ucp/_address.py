@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 
 import attrs
@@ -16,7 +17,7 @@ SocketAddress = str | tuple[str, int]
 
 @attrs.frozen
 class Resolved:
-    """A numeric socket address, ready for UCX."""
+    """A numeric socket address."""
 
     family: socket.AddressFamily
     ip: str
@@ -31,11 +32,19 @@ def family_of(ip: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in ip else socket.AF_INET
 
 
+def is_loopback(ip: str) -> bool:
+    return ip.startswith("127.") or ip == "::1"
+
+
 def format_address(address: tuple[str, int]) -> str:
     host, port = address
     if host.startswith("unix:"):
         return host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_port(port: int) -> int:
+    return check_integer(port, "the port", 0, 65535)
 
 
 def split_address(address: SocketAddress, *, other: str = "a WorkerAddress") -> tuple[str, int]:
@@ -54,7 +63,7 @@ def split_address(address: SocketAddress, *, other: str = "a WorkerAddress") -> 
         host, port = address[0], address[1]
         if not isinstance(host, str):
             raise TypeError(f"the host must be a str, not {type(host).__name__}")
-        return host, check_integer(port, "the port", 0, 65535)
+        return host, check_port(port)
     if not isinstance(address, str):
         raise TypeError(
             f"an address is 'host:port', '[v6]:port', (host, port) or {other}, not {type(address).__name__}"
@@ -74,7 +83,7 @@ def split_address(address: SocketAddress, *, other: str = "a WorkerAddress") -> 
         problem = "is not an address"
     if problem:
         raise ValueError(f"{address!r} {problem}: write 'host:port' or '[v6 address]:port'")
-    return host, check_integer(int(text), "the port", 0, 65535)
+    return host, check_port(int(text))
 
 
 def _is_ipv6(text: str) -> bool:
@@ -93,6 +102,34 @@ def numeric(host: str, port: int) -> Resolved | None:
         return None
     family = socket.AF_INET6 if parsed.version == 6 else socket.AF_INET
     return Resolved(family, str(parsed), port, socket.if_nametoindex(zone) if zone else 0)
+
+
+def check_local_address(address: str | None) -> Resolved | None:
+    """``local_address=``, a numeric address of this machine, with a port that the kernel chooses."""
+    if address is None:
+        return None
+    if not isinstance(address, str):
+        raise TypeError(f"local_address must be a str or None, not {type(address).__name__}")
+    found = numeric(address, 0)
+    if found is None:
+        raise ValueError(f"local_address must be a numeric IP address of this machine, not {address!r}")
+    return found
+
+
+def check_is_ours(local: Resolved) -> None:
+    """Refuses an address that no socket of this machine can be bound to.
+
+    Raises:
+        OSError: the kernel's.
+    """
+    with socket.socket(local.family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((local.ip, 0, 0, local.scope) if local.scope else (local.ip, 0))
+        except OSError as error:
+            assert error.errno is not None
+            raise OSError(
+                error.errno, f"connecting from local_address={local.ip!r}: {os.strerror(error.errno)}"
+            ) from None
 
 
 async def resolve(host: str, port: int, family: int = 0) -> list[Resolved]:

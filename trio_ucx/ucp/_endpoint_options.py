@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import enum
 import errno
-import os
 import socket
 from typing import Any
 
 import attrs
 
 from .._native import ffi, lib, ucx
-from ._address import Resolved, numeric
+from ._address import Resolved, check_is_ours
 
 #: The first UCX that knows :attr:`ErrorMode.FAILOVER`.
 FAILOVER_UCX = (1, 21)
@@ -66,34 +65,6 @@ def check_error_mode(mode: ErrorMode) -> ErrorMode:
     if mode is ErrorMode.FAILOVER and ucx.version < FAILOVER_UCX:
         raise NotImplementedError(f"ErrorMode.FAILOVER needs UCX 1.21 or later; this is UCX {ucx.release}")
     return mode
-
-
-def check_local_address(address: str | None) -> Resolved | None:
-    """``local_address=`` as UCX takes it: a numeric address of this machine, with a port that the kernel chooses."""
-    if address is None:
-        return None
-    if not isinstance(address, str):
-        raise TypeError(f"local_address must be a str or None, not {type(address).__name__}")
-    found = numeric(address, 0)
-    if found is None:
-        raise ValueError(f"local_address must be a numeric IP address of this machine, not {address!r}")
-    return found
-
-
-def check_is_ours(local: Resolved) -> None:
-    """Refuses an address that no socket of this machine can be bound to.
-
-    Raises:
-        OSError: the kernel's.
-    """
-    with socket.socket(local.family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((local.ip, 0, 0, local.scope) if local.scope else (local.ip, 0))
-        except OSError as error:
-            assert error.errno is not None
-            raise OSError(
-                error.errno, f"connecting from local_address={local.ip!r}: {os.strerror(error.errno)}"
-            ) from None
 
 
 def check_source(local: Resolved, remote: Resolved) -> None:

@@ -25,7 +25,7 @@ from ._live_handles import live_handles
 from ._quirks import descriptors
 from ._quirks.stopped_queue import check_queue
 from ._status import Status, os_error_from_status
-from ._util import OpenedNotConstructed, check_integer, warn_resource
+from ._util import OpenedNotConstructed, warn_resource
 
 if TYPE_CHECKING:
     from ._worker import Worker
@@ -354,7 +354,3 @@ class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     def __repr__(self) -> str:
         state = "closed" if self._core.handle is None else "listening"
         return f"<trio_ucx.ucp.RawListener at {self.address}, {state}>"
-
-
-def check_port(port: int) -> int:
-    return check_integer(port, "the port", 0, 65535)

@@ -14,7 +14,7 @@ from trio.lowlevel import enable_ki_protection
 from .._native import lib
 from . import _endpoint_options as endpoint_options
 from ._active_messages import ActiveMessages, WhenFull, open_queue
-from ._address import Resolved, SocketAddress, resolve, split_address
+from ._address import Resolved, SocketAddress, check_local_address, check_port, resolve, split_address
 from ._attributes import WorkerAttributes, check_client_id, check_name
 from ._connecting import connect_socket, connect_worker
 from ._context import Config, Context
@@ -26,7 +26,7 @@ from ._engine.posting import completed, pending_operation, pin, post_flush
 from ._engine.statistics import WorkerStatistics
 from ._engine.waits import check_spin, check_yield_interval
 from ._features import DEFAULT_FEATURES, Feature
-from ._listener import ListenerCore, RawListener, check_port
+from ._listener import ListenerCore, RawListener
 from ._memory.buffers import WritableBuffer
 from ._quirks.key_gate import parse_networks
 from ._quirks.network_devices import in_network
@@ -245,7 +245,7 @@ class Worker(metaclass=OpenedNotConstructed):
         options = EndpointOptions(
             endpoint_options.check_error_mode(error_mode),
             check_name(name),
-            endpoint_options.check_local_address(local_address),
+            check_local_address(local_address),
         )
         if isinstance(address, WorkerAddress):
             if local_address is not None:

@@ -152,10 +152,6 @@ class ParsedAddress:
         return frozenset(name for name in SHARED_MEMORY if name in self.transports)
 
 
-def is_loopback(ip: str) -> bool:
-    return ip.startswith("127.") or ip == "::1"
-
-
 def parse_worker_address(blob: bytes) -> ParsedAddress:
     """Reads what ``ucp_worker_get_address`` has returned to some program.
 
