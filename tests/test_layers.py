@@ -45,9 +45,9 @@ EXCHANGE = {
     "trio_ucx.ucp._engine.endpoints_to_worker.EndpointSummary",
     *("trio_ucx.ucp._fields.Field", "trio_ucx.ucp._fields.Layout"),
     *("trio_ucx.ucp._transports.check_without_shared_memory", "trio_ucx.ucp._transports.obstacle_to_shared_memory"),
-    *("trio_ucx.ucp._worker_address.WorkerAddress", "trio_ucx.ucp._worker_address.decode"),
+    *("trio_ucx.ucp._worker_address.WorkerAddress", "trio_ucx.ucp._worker_address.decode_worker_address"),
     "trio_ucx.ucp._util.printable",
-    *("trio_ucx.ucp._keys.KEY_SIZE", "trio_ucx.ucp._keys.KeyPair", "trio_ucx.ucp._keys.new_key"),
+    *("trio_ucx.ucp._keys.KeyPair", "trio_ucx.ucp._keys.new_key"),
 }
 #: What copies memory: names that are called. (Packing a head of a few bytes with ``struct`` does not count.)
 COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepcopy"}

@@ -286,7 +286,7 @@ def test_the_device_of_the_control_socket(
 ) -> None:
     """It is the only TCP device that the peer is told, if UCX uses it. Other devices stay."""
     monkeypatch.setattr(network_devices, "_beside", lambda ip, device: beside)
-    assert kept(network_devices.at_control_socket(made_up(*hosts), control)) == expected
+    assert kept(network_devices.at_control_socket(made_up(*hosts), control, {"NET_DEVICES": "all"})) == expected
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from .._native import ucx
 from .._version import __version__
 from ..ucp import Context, open_context
 from ..ucp._quirks.default_options import DEFAULT_OPTIONS
-from ..ucp._quirks.log import logger
 from ..ucp._quirks.option_limits import OptionError
 from ..ucp._status import UCXError
 from .privileges import Privileges, look
@@ -117,6 +116,10 @@ def collect() -> dict[str, Any]:
     }
 
 
+#: UCX's own messages.
+_UCX_LOGGER = logging.getLogger("trio_ucx.ucx")
+
+
 class _Log(logging.Handler):
     """Keeps what UCX logs in a block."""
 
@@ -128,10 +131,10 @@ class _Log(logging.Handler):
         self.lines.append(record.getMessage())
 
     def __enter__(self) -> None:
-        logger.addHandler(self)
+        _UCX_LOGGER.addHandler(self)
 
     def __exit__(self, *_: object) -> None:
-        logger.removeHandler(self)
+        _UCX_LOGGER.removeHandler(self)
 
 
 def resources(context: Context) -> list[tuple[str, str]]:

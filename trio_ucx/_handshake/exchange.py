@@ -35,7 +35,7 @@ import attrs
 
 from .._rules.wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError, RefusalCode
 from ..ucp._engine.endpoints_to_worker import EndpointSummary
-from ..ucp._keys import KEY_SIZE, KeyPair, new_key
+from ..ucp._keys import KeyPair, new_key
 from ..ucp._util import printable
 from .peer_description import PeerDescription
 
@@ -481,8 +481,9 @@ class Exchange:
 
     def _description(self, body: bytes) -> PeerDescription:
         if self._stated_key is not None:
-            self._keys = KeyPair(self._stated_key, body[:KEY_SIZE])
-            body = body[KEY_SIZE:]
+            size = len(self._stated_key)
+            self._keys = KeyPair(self._stated_key, body[:size])
+            body = body[size:]
         try:
             return PeerDescription.decode(body)
         except ProtocolError as error:  # perhaps because of an unusual option: the peer should get the reason

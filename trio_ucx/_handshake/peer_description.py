@@ -12,7 +12,7 @@ from .._rules.wire import MAX_WINDOW, MIN_THRESHOLD, MIN_WINDOW, ProtocolError
 from ..ucp._fields import Field, Layout
 from ..ucp._transports import check_without_shared_memory, obstacle_to_shared_memory
 from ..ucp._util import printable
-from ..ucp._worker_address import WorkerAddress, decode
+from ..ucp._worker_address import WorkerAddress, decode_worker_address
 
 #: The software, the worker's address and a checksum of everything follow these fields.
 LAYOUT = Layout(
@@ -88,7 +88,7 @@ class PeerDescription:
         try:
             connection_id, window, threshold, wish, sees_local, length, name_length = LAYOUT.unpack(body)
             texts, rest = body[LAYOUT.size :], length + name_length
-            software, host_name, worker = texts[:length], texts[length:rest], decode(texts[rest:])
+            software, host_name, worker = texts[:length], texts[length:rest], decode_worker_address(texts[rest:])
         except ValueError as error:
             raise ProtocolError(str(error)) from None
         if not worker._is_described:

@@ -15,7 +15,7 @@ from .._version import __version__
 from ..ucp import Feature, Worker
 from ..ucp._engine.engine import Engine
 from ..ucp._process import host_name
-from ..ucp._quirks.network_devices import at_control_socket, names_devices
+from ..ucp._quirks.network_devices import at_control_socket
 from ..ucp._quirks.option_limits import OptionError
 from ..ucp._tag import check_claim
 from .control_sockets import ControlSockets
@@ -95,8 +95,8 @@ class WorkerConnections:
         """
         engine = self.engine
         worker = engine.identity.address
-        if local is not None and not sees_local and not names_devices(engine.context.config):
-            worker = at_control_socket(worker, local[0])
+        if local is not None and not sees_local:
+            worker = at_control_socket(worker, local[0], engine.context.config)
         return PeerDescription(
             connection_id=connection_id,
             window=options.window,

@@ -223,7 +223,7 @@ def _encode(address: WorkerAddress) -> bytes:
 
 
 @lru_cache(maxsize=_KEPT)
-def decode(data: bytes) -> WorkerAddress:
+def decode_worker_address(data: bytes) -> WorkerAddress:
     """Returns ``WorkerAddress(data)``, faster for data that it has had before."""
     return WorkerAddress(data)
 

@@ -43,14 +43,15 @@ def names_devices(config: Mapping[str, str]) -> bool:
     return value != "all" and not value.startswith("^")
 
 
-def at_control_socket(address: WorkerAddress, host: str) -> WorkerAddress:
+def at_control_socket(address: WorkerAddress, host: str, config: Mapping[str, str]) -> WorkerAddress:
     """Returns a worker's address with only the TCP device that has our end of a control socket to another machine.
 
     Args:
         host: the IP address of our end.
+        config: the worker's options. If they name devices, all of these stay.
     """
     ip, _, device = host.removeprefix("::ffff:").partition("%")
-    if not address.tcp_addresses:
+    if not address.tcp_addresses or names_devices(config):
         return address
     return _with_tcp_at(address, frozenset({ip} if ip in address._tcp_hosts else _beside(ip, device)))
 
