@@ -13,7 +13,7 @@ import pytest
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.ucp import chains
+from trio_ucx.ucp import _internal_api, chains
 
 PACKAGE = Path(trio_ucx.__file__).parent
 
@@ -42,12 +42,11 @@ ENDS = {
 #: What the rules of the exchange may import besides: they compute codes and checksums, and need records of ``ucp``.
 EXCHANGE = {
     *("hashlib", "hmac", "zlib"),
-    "trio_ucx.ucp._engine.endpoints_to_worker.EndpointSummary",
-    *("trio_ucx.ucp._fields.Field", "trio_ucx.ucp._fields.Layout"),
-    *("trio_ucx.ucp._transports.check_without_shared_memory", "trio_ucx.ucp._transports.obstacle_to_shared_memory"),
-    *("trio_ucx.ucp._worker_address.WorkerAddress", "trio_ucx.ucp._worker_address.decode_worker_address"),
-    "trio_ucx.ucp._util.printable",
-    *("trio_ucx.ucp._keys.KeyPair", "trio_ucx.ucp._keys.new_key"),
+    *("trio_ucx.ucp._fields.Field", "trio_ucx.ucp._fields.Layout", "trio_ucx.ucp._util.printable"),
+    *("trio_ucx.ucp.WorkerAddress", "trio_ucx.ucp._internal_api.decode_worker_address"),
+    *(f"trio_ucx.ucp._internal_api.{name}" for name in ("EndpointSummary", "KeyPair", "new_key")),
+    "trio_ucx.ucp._internal_api.check_without_shared_memory",
+    "trio_ucx.ucp._internal_api.obstacle_to_shared_memory",
 }
 #: What copies memory: names that are called. (Packing a head of a few bytes with ``struct`` does not count.)
 COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepcopy"}
@@ -85,13 +84,14 @@ SIBLINGS = {
 
 #: Inside ``ucp``, lowest first: what is in a line may import what is in it and in those before.
 UCP = [
-    ["_util", "_contained", "_live_handles", "_process", "_features", "_status", "_fields", "_keys"],
+    ["_util", "_contained", "_live_handles", "_process", "_fields", "_address"],
+    ["_features", "_status", "_keys"],
     [
         *("_quirks.__init__", "_quirks.releases", "_quirks.address_layout", "_quirks.option_limits"),
         *("_quirks.default_options",),
         *("_quirks.shared_memory", "_quirks.descriptors", "_quirks.forks", "_quirks.log"),
     ],
-    ["_address", "_worker_address", "_transports"],
+    ["_worker_address", "_transports"],
     ["_quirks.key_gate", "_quirks.network_devices"],
     ["_memory"],
     ["_attributes", "_endpoint_options", "_hints", "_context"],
@@ -102,10 +102,19 @@ UCP = [
     ["_rma"],
     ["_endpoint"],
     ["_arrivals", "_active_messages", "_listener", "_requests"],
+    ["_internal_api"],
     ["chains"],
     ["_worker"],
     ["__init__"],
 ]
+#: The first line, which has nothing to do with UCX: every layer may import these.
+UTILITIES = UCP[0]
+#: What else other layers import from inside ``ucp``.
+INTERNAL_API = "_internal_api"
+#: These still import other modules of ``ucp``.
+PAST_INTERNAL_API = {"_link", "_channels.py", "_connection.py", "_rules"}
+#: For each folder above connections, how many lines import from inside the connections' layers, at most.
+INSIDE_CONNECTIONS = {"mesh": 1, "testing": 4, "_report": 12, "_cli": 0}
 
 #: The only exceptions: what users get as ``endpoint.worker``, ``channel.connection`` and ``memory.context``. Modules
 #: below theirs import them, for annotations.
@@ -192,6 +201,37 @@ def test_ucp_has_one_direction(path: Path) -> None:
             place = place_of(parts[2:])
             theirs = place if any(place in line for line in UCP) else "__init__"
             assert line_of(theirs) <= mine, f"{path.name} imports {imported}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_other_layers_import_only_the_internal_api_of_ucp(path: Path) -> None:
+    if path.relative_to(PACKAGE).parts[0] not in PAST_INTERNAL_API | {"ucp"}:
+        inside = {name.split(".")[2] for name in imports(path) if name.startswith("trio_ucx.ucp._")}
+        assert inside <= {*UTILITIES, INTERNAL_API}
+
+
+@pytest.mark.parametrize("name", UTILITIES)
+def test_utilities_have_nothing_to_do_with_ucx(name: str) -> None:
+    for imported in imports(PACKAGE / "ucp" / f"{name}.py"):
+        parts = imported.split(".")
+        assert parts[0] != "trio_ucx" or (parts[1] == "ucp" and parts[2] in UTILITIES), imported
+
+
+def test_every_name_of_the_internal_api_is_used() -> None:
+    above = [path for path in modules() if PACKAGE / "ucp" not in path.parents]
+    used = {name.rpartition(".")[2] for path in above for name in imports(path) if name.startswith("trio_ucx.ucp._")}
+    assert set(_internal_api.__all__) <= used
+
+
+@pytest.mark.parametrize("folder", INSIDE_CONNECTIONS)
+def test_few_lines_import_from_inside_connections(folder: str) -> None:
+    lines = [
+        f"{path.name}: {line}"
+        for path in (PACKAGE / folder).glob("*.py")
+        for line in sorted({name.rpartition(".")[0] for name in imports(path)})
+        if line.startswith(("trio_ucx._link", "trio_ucx._handshake", "trio_ucx._rules"))
+    ]
+    assert len(lines) <= INSIDE_CONNECTIONS[folder], lines
 
 
 @pytest.mark.parametrize("extension", EXTENSIONS)

@@ -37,8 +37,7 @@ from ._serve import open_ucx_listeners, serve_ucx
 from ._server import Server
 from ._statistics import ConnectionStatistics
 from ._version import __version__
-from .ucp._memory.buffers import Buffer, WritableBuffer
-from .ucp._status import Error, MessageTooLong, UCXError
+from .ucp._internal_api import Buffer, Error, MessageTooLong, UCXError, WritableBuffer
 from .ucp._util import publish as _publish
 
 __all__ = [

@@ -7,7 +7,7 @@ import errno
 import trio
 
 from ._rules.wire import RefusalCode
-from .ucp._status import Error
+from .ucp._internal_api import Error
 
 
 class _Refused(Error, OSError):

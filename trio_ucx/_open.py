@@ -33,7 +33,7 @@ from .ucp._address import (
     format_address,
     split_address,
 )
-from .ucp._quirks import descriptors
+from .ucp._internal_api import descriptors
 from .ucp._util import OpenedNotConstructed, check_in_trio, check_timeout
 
 #: Where a connection can go: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``.

@@ -19,7 +19,7 @@ from ._errors import PeerClosed
 from ._listener import Listener
 from ._opening.addresses import reachable_address
 from ._report.frames import innermost_place
-from .ucp._status import separate
+from .ucp._internal_api import separate
 from .ucp._util import OpenedNotConstructed, check_timeout
 
 logger = logging.getLogger("trio_ucx")

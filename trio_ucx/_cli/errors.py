@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import trio
 
-from ..ucp._quirks.option_limits import OptionError
-from ..ucp._status import UCXError
+from .. import UCXError
+from ..ucp._internal_api import OptionError
 
 
 class PerfError(Exception):

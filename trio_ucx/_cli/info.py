@@ -13,12 +13,11 @@ from typing import Any
 import attrs
 import trio
 
+from .. import UCXError
 from .._native import ucx
 from .._version import __version__
 from ..ucp import Context, open_context
-from ..ucp._quirks.default_options import DEFAULT_OPTIONS
-from ..ucp._quirks.option_limits import OptionError
-from ..ucp._status import UCXError
+from ..ucp._internal_api import DEFAULT_OPTIONS, OptionError
 from .privileges import Privileges, look
 
 #: Options that make UCX list every device, whatever the environment excludes.

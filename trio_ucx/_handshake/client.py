@@ -12,8 +12,7 @@ import trio
 from .._errors import NotTrioUCX, refusal
 from .._link import Link, Options
 from .._rules.wire import ProtocolError, RefusalCode
-from ..ucp._engine.operations import under_way
-from ..ucp._status import UCXError
+from ..ucp._internal_api import UCXError, under_way
 from .control_stream import ControlStream, set_keepalive
 from .exchange import Exchange, ExchangeState, Refused, UnknownProtocol, Welcomed
 from .handshake import ExchangeOptions, Handshake, NeedsAnotherWorker

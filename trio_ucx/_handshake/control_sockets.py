@@ -18,7 +18,7 @@ from .._peer_info import PeerInfo
 from .._rules.life import Loss
 from .._rules.wire import ProtocolError
 from ..ucp._contained import contained
-from ..ucp._engine.engine import Engine
+from ..ucp._internal_api import Engine
 from ..ucp._live_handles import live_handles
 from ..ucp._util import ignoring_late_run
 from .control_stream import CHUNK, TLS, peer_credentials

@@ -34,8 +34,7 @@ from typing import ClassVar
 import attrs
 
 from .._rules.wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError, RefusalCode
-from ..ucp._engine.endpoints_to_worker import EndpointSummary
-from ..ucp._keys import KeyPair, new_key
+from ..ucp._internal_api import EndpointSummary, KeyPair, new_key
 from ..ucp._util import printable
 from .peer_description import PeerDescription
 

@@ -30,16 +30,20 @@ from .._rules import wire
 from .._rules.life import Loss
 from ..ucp import WorkerAddress
 from ..ucp._address import family_of, format_address, is_loopback
-from ..ucp._connecting import connect_shared
 from ..ucp._contained import contained, report
-from ..ucp._engine.endpoints_to_worker import EndpointsToWorker, EndpointSummary
-from ..ucp._engine.operations import Operation
-from ..ucp._engine.share import Share
-from ..ucp._engine.waits import Signal
-from ..ucp._keys import KeyPair
-from ..ucp._quirks.key_gate import Admission
-from ..ucp._status import UCXError, os_error_from_status
-from ..ucp._tag import post_bytes_send
+from ..ucp._internal_api import (
+    Admission,
+    EndpointsToWorker,
+    EndpointSummary,
+    KeyPair,
+    Operation,
+    Share,
+    Signal,
+    UCXError,
+    connect_shared,
+    os_error_from_status,
+    post_bytes_send,
+)
 from .control_sockets import ControlSocket
 from .control_stream import (
     Address,

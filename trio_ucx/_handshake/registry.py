@@ -13,11 +13,8 @@ from .._native import ucx
 from .._rules import wire
 from .._version import __version__
 from ..ucp import Feature, Worker
-from ..ucp._engine.engine import Engine
+from ..ucp._internal_api import Engine, OptionError, at_control_socket, check_claim
 from ..ucp._process import host_name
-from ..ucp._quirks.network_devices import at_control_socket
-from ..ucp._quirks.option_limits import OptionError
-from ..ucp._tag import check_claim
 from .control_sockets import ControlSockets
 from .control_stream import Address
 from .peer_description import PeerDescription, SharedMemory

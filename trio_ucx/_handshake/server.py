@@ -38,9 +38,7 @@ from .._rules.wire import ProtocolError, RefusalCode
 from ..ucp import Worker
 from ..ucp._address import format_address
 from ..ucp._contained import contained, report
-from ..ucp._engine.waits import Waiters
-from ..ucp._quirks import descriptors
-from ..ucp._status import UCXError
+from ..ucp._internal_api import UCXError, Waiters, descriptors
 from ..ucp._util import CAPACITY_ERRORS, warn_resource
 from .control_stream import (
     ControlStream,

@@ -8,9 +8,7 @@ from .._link import Link
 from .._link.sending import SendOperation
 from .._rules import wire
 from ..ucp._address import is_loopback
-from ..ucp._engine.arming import ArmingState
-from ..ucp._engine.engine import Engine
-from ..ucp._engine.operations import Operation
+from ..ucp._internal_api import ArmingState, Engine, Operation
 from .frames import TaskPlace
 from .items import counted
 from .network import no_answer, stopped_process

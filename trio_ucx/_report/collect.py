@@ -24,12 +24,8 @@ from .._link.sending import SendOperation
 from .._rules import wire
 from .._rules.life import Peer
 from .._rules.tag_queue import TagQueue
-from ..ucp._active_messages import ActiveMessages
-from ..ucp._engine.arming import ArmingState
-from ..ucp._engine.endpoint_core import EndpointCore
-from ..ucp._engine.engine import Engine, engines
-from ..ucp._engine.operations import Operation
-from ..ucp._listener import ListenerCore
+from ..ucp import ActiveMessages
+from ..ucp._internal_api import ArmingState, EndpointCore, Engine, ListenerCore, Operation, engines
 from . import causes
 from .frames import (
     TaskPlace,

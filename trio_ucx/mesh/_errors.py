@@ -6,7 +6,7 @@ import errno
 
 import trio
 
-from ..ucp._status import Error
+from .. import Error
 
 
 class RankLostError(Error, trio.BrokenResourceError):

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import trio
 from trio.lowlevel import enable_ki_protection
 
+from .. import Buffer, WritableBuffer
 from .._connection import Connection, check_tag
 from .._opening.options import check_max_size
-from ..ucp._engine.waits import Signal
-from ..ucp._memory.buffers import Buffer, WritableBuffer
+from ..ucp._internal_api import Signal
 from ..ucp._util import OpenedNotConstructed, check_integer
 from . import _collectives as collectives
 from ._errors import RankLostError, again

@@ -18,6 +18,7 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
+from .. import Error
 from .._channels import Channel
 from .._connection import Connection
 from .._errors import ServerFull
@@ -25,9 +26,8 @@ from .._link import Owner
 from .._listener import Listener
 from .._open import open_ucx_stream
 from ..ucp import Worker
-from ..ucp._engine.waits import Signal
+from ..ucp._internal_api import Signal
 from ..ucp._process import host_name
-from ..ucp._status import Error
 from ..ucp._util import CAPACITY_ERRORS
 from ._members import Members
 from ._messages import Leaving, Message, RankAnswer, RankHello, decode, encode

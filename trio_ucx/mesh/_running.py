@@ -12,7 +12,7 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from ..ucp._status import MessageTooLong
+from .. import MessageTooLong
 from ._collectives import Post, Steps, Take
 from ._errors import RankLostError
 from ._links import GONE, Links, RankConnection

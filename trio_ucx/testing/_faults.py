@@ -13,13 +13,13 @@ from functools import partial
 
 import trio
 
+from .. import UCXError
 from .._connection import Connection
 from .._link.link import Link
 from .._link.message_port import MessagePort
 from .._native import lib
-from ..ucp._engine.posting import pending_send_of_bytes
-from ..ucp._memory.buffers import Pinned
-from ..ucp._status import Status, UCXError
+from ..ucp import Status
+from ..ucp._internal_api import Pinned, pending_send_of_bytes
 from ..ucp._util import ALL_BITS, check_integer, check_timeout
 
 

@@ -7,8 +7,7 @@ from typing import overload
 from .._connection import Connection
 from .._link.link import Link
 from ..ucp import Endpoint, Worker
-from ..ucp._engine.endpoint_core import EndpointCore
-from ..ucp._engine.engine import Engine
+from ..ucp._internal_api import EndpointCore, Engine
 
 
 @overload

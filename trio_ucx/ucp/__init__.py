@@ -10,9 +10,10 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``). Two qu
 ``stopped_queue``, stand higher:
 
     _util, _contained, _live_handles, _process,
-      _features, _status, _fields, _keys              utilities, this process, features, statuses and errors
+      _fields, _address                               utilities without UCX, for all layers of trio_ucx
+    _features, _status, _keys                         features, statuses and errors, keys of data ports
     _quirks                                           what is done only because of UCX's faults
-    _address, _worker_address, _transports            addresses, and which transports two workers use
+    _worker_address, _transports                      addresses, and which transports two workers use
     _memory                                           buffers, and memory that peers can get and put
     _attributes, _endpoint_options,
       _hints, _context                                configuration, options, hints for error messages
@@ -22,6 +23,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``). Two qu
     _rma                                              puts, gets and atomics
     _endpoint, _arrivals, _active_messages,
       _listener, _requests                            what users hold
+    _internal_api                                     what other layers of trio_ucx import from inside
     chains                                            an extension: request chains, which C runs
     _worker                                           puts them together
 """
