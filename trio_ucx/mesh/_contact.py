@@ -15,12 +15,8 @@ from typing import Any
 import attrs
 import trio
 
-from .._connection import Connection
-from .._errors import NotAdmitted, NotTrioUCX
-from .._listener import Listener
-from .._open import open_ucx_stream
-from .._opening.backoff import Backoff, is_temporary, waits
-from .._serve import open_ucx_listeners
+from .. import Backoff, Connection, Listener, NotAdmitted, NotTrioUCX, open_ucx_listeners, open_ucx_stream
+from .._opening.backoff import is_temporary, waits
 from ..ucp import Worker
 from ..ucp._address import format_address, is_loopback
 from ..ucp._process import host_name, this_host

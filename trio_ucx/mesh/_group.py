@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from .. import Buffer, WritableBuffer
-from .._connection import Connection, check_tag
+from .. import Buffer, Connection, WritableBuffer
+from .._connection import check_tag
 from .._opening.options import check_max_size
 from ..ucp._internal_api import Signal
 from ..ucp._util import OpenedNotConstructed, check_integer

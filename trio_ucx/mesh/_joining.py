@@ -9,8 +9,8 @@ from typing import Any, Literal, Unpack
 
 import trio
 
-from .._opening.options import ConnectionOptions, check_authkey, check_worker
-from .._serve import open_ucx_listeners
+from .. import ConnectionOptions, open_ucx_listeners
+from .._opening.options import check_authkey, check_worker
 from ..ucp import Worker
 from ..ucp._contained import report
 from ..ucp._util import check_in_trio, check_timeout, protected_asynccontextmanager

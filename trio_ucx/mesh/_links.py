@@ -18,13 +18,8 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from .. import Error
-from .._channels import Channel
-from .._connection import Connection
-from .._errors import ServerFull
+from .. import Channel, Connection, Error, Listener, ServerFull, open_ucx_stream
 from .._link import Owner
-from .._listener import Listener
-from .._open import open_ucx_stream
 from ..ucp import Worker
 from ..ucp._internal_api import Signal
 from ..ucp._process import host_name

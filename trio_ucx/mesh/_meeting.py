@@ -17,9 +17,7 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from .._channels import Channel
-from .._connection import Connection
-from .._errors import PeerLost
+from .. import Channel, Connection, PeerLost
 from ._errors import MeetingError
 from ._links import GONE, Links, close, first_message, owned
 from ._members import Members, elsewhere

@@ -21,7 +21,8 @@ from typing import Any
 import attrs
 import trio
 
-from .._opening.backoff import Backoff, waits
+from .. import Backoff
+from .._opening.backoff import waits
 
 #: How long to wait between two looks at a request that MPI has not completed.
 _LOOKS = Backoff(first=0.0005, longest=0.02)

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import attrs
 
-from .._opening.addresses import format_address, parse_address
+from .. import format_address, parse_address
 from .._opening.unix import PREFIX as UNIX
 from ..ucp._util import printable
 

@@ -13,8 +13,7 @@ from functools import partial
 
 import trio
 
-from .. import UCXError
-from .._connection import Connection
+from .. import Connection, UCXError
 from .._link.link import Link
 from .._link.message_port import MessagePort
 from .._native import lib

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import overload
 
-from .._connection import Connection
+from .. import Connection
 from .._link.link import Link
 from ..ucp import Endpoint, Worker
 from ..ucp._internal_api import EndpointCore, Engine

@@ -9,11 +9,8 @@ from typing import Unpack
 
 import trio
 
-from .._connection import Connection
-from .._open import connect
-from .._opening.options import ConnectionOptions
+from .. import Connection, ConnectionOptions, connect, open_ucx_listeners
 from .._rules import wire
-from .._serve import open_ucx_listeners
 from ..ucp import Worker
 from ..ucp._util import protected_asynccontextmanager
 

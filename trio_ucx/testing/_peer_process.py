@@ -14,11 +14,7 @@ from typing import Any, Unpack
 
 import trio
 
-from .._connection import Connection
-from .._listener import Listener
-from .._open import connect
-from .._opening.options import ConnectionOptions
-from .._serve import open_ucx_listeners
+from .. import Connection, ConnectionOptions, Listener, connect, open_ucx_listeners
 from ..ucp import Worker
 from ..ucp._util import protected_asynccontextmanager
 from ._faults import Faults
