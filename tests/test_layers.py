@@ -114,7 +114,7 @@ INTERNAL_API = "_internal_api"
 #: These still import other modules of ``ucp``.
 PAST_INTERNAL_API = {"_link", "_channels.py", "_connection.py", "_rules"}
 #: For each folder above connections, how many lines import from inside the connections' layers, at most.
-INSIDE_CONNECTIONS = {"mesh": 1, "testing": 4, "_report": 12, "_cli": 0}
+INSIDE_CONNECTIONS = {"mesh": 1, "testing": 3, "_report": 10, "_cli": 0}
 
 #: The only exceptions: what users get as ``endpoint.worker``, ``channel.connection`` and ``memory.context``. Modules
 #: below theirs import them, for annotations.

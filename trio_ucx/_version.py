@@ -2,4 +2,8 @@
 
 from importlib.metadata import version
 
+from ._native import ucx
+
 __version__ = version("trio_ucx")
+#: What this side runs, for peers and reports.
+SOFTWARE = f"trio_ucx {__version__}, UCX {ucx.release}"

@@ -12,11 +12,12 @@ import trio
 from .._errors import NotTrioUCX, refusal
 from .._link import Link, Options
 from .._rules.wire import ProtocolError, RefusalCode
+from .._version import SOFTWARE
 from ..ucp._internal_api import UCXError, under_way
 from .control_stream import ControlStream, set_keepalive
 from .exchange import Exchange, ExchangeState, Refused, UnknownProtocol, Welcomed
 from .handshake import ExchangeOptions, Handshake, NeedsAnotherWorker
-from .registry import SOFTWARE, WorkerConnections
+from .registry import WorkerConnections
 
 #: How many workers one connect tries before it opens its own, which has made no endpoints.
 SHARED_WORKERS = 2

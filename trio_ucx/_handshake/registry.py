@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from .._link import Options
-from .._native import ucx
 from .._rules import wire
-from .._version import __version__
+from .._version import SOFTWARE
 from ..ucp import Feature, Worker
 from ..ucp._internal_api import Engine, OptionError, at_control_socket, check_claim
 from ..ucp._process import host_name
 from .control_sockets import ControlSockets
 from .control_stream import Address
 from .peer_description import PeerDescription, SharedMemory
-
-SOFTWARE = f"trio_ucx {__version__}, UCX {ucx.release}"
 
 
 class WorkerConnections:

@@ -35,6 +35,7 @@ import trio
 
 from .._link import Link, Options
 from .._rules.wire import ProtocolError, RefusalCode
+from .._version import SOFTWARE
 from ..ucp import Worker
 from ..ucp._address import format_address
 from ..ucp._contained import contained, report
@@ -63,7 +64,7 @@ from .exchange import (
     UnknownProtocol,
 )
 from .handshake import ANOTHER_MACHINE, ANOTHER_USER, UNKNOWN_USER, ExchangeOptions, Handshake, NeedsAnotherWorker
-from .registry import SOFTWARE, WorkerConnections
+from .registry import WorkerConnections
 
 logger = logging.getLogger("trio_ucx")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from .._link import Link
+from .._link import ChannelState, Link
 from .._link.sending import SendOperation
 from .._rules import wire
 from ..ucp._address import is_loopback
@@ -73,6 +73,18 @@ def of_connection(
             f"the peer ended the connection {now - ended:.1f} s ago, and its handler still runs: "
             f"{handler.task}, at {handler.place}"
         )
+
+
+def of_channel(channel: ChannelState, user: TaskPlace) -> Iterator[str]:
+    """The cause of a hang of the peer's, if it may wait for an answer.
+
+    Args:
+        user: a task of the program that has the channel, and does not wait in a call of trio_ucx.
+    """
+    opened_by_peer = wire.CONVERSATIONS <= channel.into < wire.ANSWERS
+    if opened_by_peer and not channel.peer_left:
+        name = queue_name(channel.into)
+        yield f"the peer may wait for an answer on {name}: our task {user.task!r} waits for something else"
 
 
 def _of_messages(link: Link, sends: list[SendOperation]) -> Iterator[str]:

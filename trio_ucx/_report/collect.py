@@ -17,13 +17,12 @@ from .._channels import Channel
 from .._connection import Connection
 from .._handshake.client import Connector
 from .._handshake.handshake import Handshake
-from .._handshake.registry import SOFTWARE
 from .._handshake.server import Acceptor
 from .._link import ChannelState, Link
 from .._link.sending import SendOperation
-from .._rules import wire
 from .._rules.life import Peer
 from .._rules.tag_queue import TagQueue
+from .._version import SOFTWARE
 from ..ucp import ActiveMessages
 from ..ucp._internal_api import ArmingState, EndpointCore, Engine, ListenerCore, Operation, engines
 from . import causes
@@ -271,10 +270,8 @@ class _Collector:
         if user is None or user.call is not None or talk.left:
             return None
         name = causes.queue_name(talk.queue.number)
-        cause = f"the peer may wait for an answer on {name}: our task {user.task!r} waits for something else"
-        opened_here = not wire.CONVERSATIONS <= talk.queue.number < wire.ANSWERS
         text = "{queue}: used by task {task!r}{where}"
-        return item(text, [] if opened_here or talk.peer_left else [cause], queue=name, **attrs.asdict(user))
+        return item(text, causes.of_channel(talk, user), queue=name, **attrs.asdict(user))
 
     def connect(self, connector: Connector) -> Item:
         over_ucx = f"messages do not get through over UCX ({connector._handshake.route}); a firewall may block them"

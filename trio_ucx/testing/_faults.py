@@ -14,8 +14,7 @@ from functools import partial
 import trio
 
 from .. import Connection, UCXError
-from .._link.link import Link
-from .._link.message_port import MessagePort
+from .._link import Link, MessagePort
 from .._native import lib
 from ..ucp import Status
 from ..ucp._internal_api import Pinned, pending_send_of_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import overload
 
 from .. import Connection
-from .._link.link import Link
+from .._link import Link
 from ..ucp import Endpoint, Worker
 from ..ucp._internal_api import EndpointCore, Engine
 
