@@ -293,6 +293,11 @@ class Context(metaclass=OpenedNotConstructed):
         postponed, self._postponed = self._postponed, []
         self._postponed += [destroy for destroy in postponed if not destroy()]
 
+    def _added_memory(self, memory: Memory) -> None:
+        """Memory was registered or allocated, in whatever thread."""
+        self._memories.add(memory)
+        self._exposed_memory = True
+
     def _released_memory(self, memory: Memory) -> None:
         """A memory of it was closed, in whatever thread."""
         self._memories.discard(memory)

@@ -7,9 +7,9 @@ import os
 import struct
 import threading
 import zlib
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import attrs
 from trio.lowlevel import enable_ki_protection
@@ -18,14 +18,12 @@ from ..._native import ffi, lib
 from .._features import Feature
 from .._live_handles import live_handles
 from .._process import NOBODY, Process, check_process, this_process
+from .._quirks.forks import Birth
 from .._status import Status, UCXError, read_sized
 from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
 from .buffers import Contiguous, Pinned
 from .foreign import MemoryType
 from .window import Window
-
-if TYPE_CHECKING:
-    from .._context import Context
 
 
 class Access(enum.IntFlag):
@@ -201,6 +199,21 @@ class MemoryDescriptor:
         return f"<trio_ucx.ucp.MemoryDescriptor of {self.nbytes} bytes at {self.address:#x}, {self.access!r}>"
 
 
+class RegisteringContext(Protocol):
+    """The :class:`Context` of registered memory, as far as the memory is concerned."""
+
+    features: Feature
+    _birth: Birth
+    _handle: Any
+
+    @property
+    def _serves_memory(self) -> bool: ...
+    def _native(self) -> Any: ...
+    def _held(self) -> AbstractContextManager[Any]: ...
+    def _added_memory(self, memory: Memory) -> None: ...
+    def _released_memory(self, memory: Memory) -> None: ...
+
+
 @attrs.define(eq=False, repr=False)
 class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
     """Memory that UCX knows, for peers to reach: :meth:`Context.register`, :meth:`Context.allocate`. A context manager.
@@ -212,7 +225,7 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         access: what peers may do.
     """
 
-    context: Context
+    context: RegisteringContext
     address: int
     nbytes: int
     access: Access
@@ -354,7 +367,7 @@ def unmap_unused() -> None:
         memory._unmap(handle)
 
 
-def register(context: Context, buffer: Contiguous, access: Access) -> Memory:
+def register(context: RegisteringContext, buffer: Contiguous, access: Access) -> Memory:
     """:meth:`Context.register`."""
     access = check_access(access)
     writable = bool(access & (Access.WRITE | Access.ATOMIC))
@@ -371,7 +384,7 @@ def register(context: Context, buffer: Contiguous, access: Access) -> Memory:
         raise
 
 
-def allocate(context: Context, nbytes: int, access: Access) -> Memory:
+def allocate(context: RegisteringContext, nbytes: int, access: Access) -> Memory:
     """:meth:`Context.allocate`."""
     access = check_access(access)
     nbytes = check_integer(nbytes, "nbytes", 1, 2**62)
@@ -411,7 +424,7 @@ def _protection(access: Access, writable: bool) -> int:
 
 
 def _map(
-    context: Context,
+    context: RegisteringContext,
     address: Any,
     nbytes: int,
     access: Access,
@@ -440,7 +453,6 @@ def _map(
                 lib.tu_memory_unmap(native, out[0])
                 memory._handle = memory._served = None
                 raise MemoryError(f"no memory to register {nbytes} bytes of memory")
-        context._memories.add(memory)
-        context._exposed_memory = True
+        context._added_memory(memory)
         live_handles.opened("memory")
         return memory
