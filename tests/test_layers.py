@@ -116,10 +116,8 @@ PAST_INTERNAL_API = {"_link", "_channels.py", "_connection.py", "_rules"}
 #: For each folder above connections, how many lines import from inside the connections' layers, at most.
 INSIDE_CONNECTIONS = {"mesh": 1, "testing": 3, "_report": 10, "_cli": 0}
 
-#: The only exceptions: what users get as ``endpoint.worker`` and ``channel.connection``. Modules below theirs import
-#: them, for annotations.
+#: The only exception: what users get as ``channel.connection``. A module below its own imports it, for an annotation.
 HOLDERS = {
-    "trio_ucx.ucp._worker": "Worker: Endpoint.worker, and ConnectionRequest.accept(worker=)",
     "trio_ucx._connection": "Connection: Channel.connection",
 }
 #: The same inside ``ucp/_engine``, where a part refers to the whole that has it.

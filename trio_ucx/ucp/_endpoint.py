@@ -6,7 +6,7 @@ import enum
 import math
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import attrs
 import trio
@@ -15,6 +15,7 @@ from trio.lowlevel import enable_ki_protection
 from .._native import ffi, lib, ucx
 from ._am_send import SendProtocol, post_am_send
 from ._attributes import text
+from ._context import Context
 from ._engine.ending import CloseState
 from ._engine.endpoint_core import EndpointCore, with_endpoints_beside
 from ._engine.engine import Engine
@@ -27,9 +28,6 @@ from ._status import Status, UCXError, broken, error_from_status
 from ._stream import StreamData, StreamReader, post_stream_send
 from ._tag import check_tag, post_send
 from ._util import OpenedNotConstructed, check_integer, warn_resource
-
-if TYPE_CHECKING:
-    from ._worker import Worker
 
 #: Seconds that a close which nobody waits for any more may take.
 BACKGROUND_CLOSE_TIMEOUT = 10.0
@@ -51,6 +49,15 @@ class Transport:
 
     name: str
     device: str
+
+
+class EndpointWorker(Protocol):
+    """The :class:`Worker` of endpoints, as far as they, their listeners and request groups are concerned."""
+
+    _engine: Engine
+
+    @property
+    def context(self) -> Context: ...
 
 
 @attrs.frozen
@@ -133,7 +140,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     Cancellation: a cancelled block closes with FORCE.
     """
 
-    _worker: Worker
+    _worker: EndpointWorker
     #: What its operations belong to: the endpoint, or a Connection's share in it.
     _scope: Scope
     _local: tuple[str, int] | None = None
@@ -158,7 +165,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         return self._scope is not self._core
 
     @property
-    def worker(self) -> Worker:
+    def worker(self) -> EndpointWorker:
         """The worker that it lives on."""
         return self._worker
 

@@ -12,7 +12,7 @@ from trio.lowlevel import enable_ki_protection
 
 from . import _status
 from ._am_send import SendProtocol, post_am_send
-from ._endpoint import Endpoint
+from ._endpoint import Endpoint, EndpointWorker
 from ._engine.engine import Engine
 from ._engine.posting import completed
 from ._engine.waits import Pending, Signal
@@ -22,17 +22,11 @@ from ._tag import check_mask, check_tag, post_receive, post_send
 from ._util import OpenedNotConstructed, protected_asynccontextmanager
 
 
-class _OnWorker(Protocol):
-    """A :class:`Worker`."""
-
-    _engine: Engine
-
-
 class SupportsRequests(Protocol):
     """What a group needs of a :class:`trio_ucx.Connection`: the layer above provides it."""
 
     @property
-    def worker(self) -> _OnWorker: ...
+    def worker(self) -> EndpointWorker: ...
     def _submit_send(self, data: Buffer, tag: int) -> Pending | None: ...
     def _submit_receive_into(self, buffer: WritableBuffer, tag: int) -> Pending: ...
 
