@@ -22,7 +22,7 @@ from trio_ucx._handshake.registry import WorkerConnections
 from trio_ucx._native import ffi, lib
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _endpoint
-from trio_ucx.ucp._engine import endpoints_to_worker, identity, teardown
+from trio_ucx.ucp._engine import draining, endpoints_to_worker, identity
 from trio_ucx.ucp._engine.lifetime import close_now
 from trio_ucx.ucp._engine.tag_dispatch import CONNECTION_BIT
 from trio_ucx.ucp._quirks import key_gate, shared_memory, stopped_queue
@@ -65,7 +65,7 @@ def break_deliveries(connection: trio_ucx.Connection, monkeypatch: pytest.Monkey
 def record_workers_left_alone(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Returns a list that gets each worker which is left alone from now on, because it cannot be destroyed."""
     left_alone: list[Any] = []
-    monkeypatch.setattr(teardown, "left_alone", left_alone)
+    monkeypatch.setattr(draining, "left_alone", left_alone)
     return left_alone
 
 

@@ -21,7 +21,7 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals
 from trio_ucx.ucp import chains
-from trio_ucx.ucp._engine import teardown
+from trio_ucx.ucp._engine import draining
 from trio_ucx.ucp._live_handles import live_handles
 from trio_ucx.ucp._rma import access_paths
 
@@ -391,7 +391,7 @@ async def test_transfers_in_parts_when_the_endpoint_closes(
         time.sleep(seconds + (stalls.pop() if stalls else 0))
 
     stalls: list[float] = []
-    monkeypatch.setattr(teardown, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    monkeypatch.setattr(draining, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
 
     async def move(call: Callable[[bytearray], Awaitable[None]], buffer: bytearray) -> None:
         with pytest.raises(trio.ClosedResourceError):

@@ -28,7 +28,7 @@ from timing import PROMPT, Noise, check_prompt, waited_by
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.ucp._engine import teardown
+from trio_ucx.ucp._engine import draining
 
 from .faulty_peer import Forks
 from .peer_loads import (
@@ -458,7 +458,7 @@ async def open_trial(
     figures: Figures,
     folder: Path,
 ) -> AsyncIterator[Trial]:
-    before, left_alone = Held.now(), len(teardown.left_alone)
+    before, left_alone = Held.now(), len(draining.left_alone)
     kind = chance.choice(["allocated", "registered"]) if LOADS[case.load].memory else None
     board = Board.make(folder / "board")
     life = {
@@ -500,7 +500,7 @@ async def open_trial(
                 nursery.cancel_scope.cancel()
         now, took = time.perf_counter(), time.monotonic() - ending[0]
         check_prompt(took, CLOSED + 10 * trial.closes_in_background, noise.since(now - took, now))  # closing the worker
-    if len(teardown.left_alone) > left_alone:
+    if len(draining.left_alone) > left_alone:
         # docs/reliability.md, "Known limits": UCX cannot say whether the queue holds answers of the worker's.
         assert kind is not None and case.transports != "tcp"
         figures.left_alone += 1

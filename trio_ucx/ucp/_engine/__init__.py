@@ -8,13 +8,14 @@
       operations               what belongs to an engine
     endpoint_core, share       endpoints, and the shares that Connections have in them
     identity, statistics       what one can ask about a worker
+    teardown                   what ends with a worker
     tag_dispatch, dispatch     from records to operations, to Connections, and to whatever else receives
     trio_run, receive_queue,
-      peer_processes,
-      teardown                 where a worker belongs; its queue in shared memory; peers' processes; its end
+      peer_processes           where a worker belongs; its queue in shared memory; peers' processes
     progress                   the progress task, a hook into Trio's loop, a timer for missed events
     engine                     the engine, which makes its parts
     posting                    from arguments to an operation in flight
+    draining                   ends what is in flight, and destroys the worker
     lifetime                   opens an engine, and closes it
 
 It may import the C half, and of ``ucp`` the layers below it (see ``ucp/__init__.py``). Inside it,

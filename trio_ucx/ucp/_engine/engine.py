@@ -59,7 +59,7 @@ from .operations import Operation
 from .peer_processes import PeerProcesses
 from .progress import ProgressTask
 from .receive_queue import ReceiveQueue
-from .statistics import WorkerStatistics, worker_statistics
+from .statistics import WorkerStatistics
 from .tag_dispatch import TagDispatch
 from .teardown import Teardown
 from .trio_run import TrioRun
@@ -369,8 +369,31 @@ class Engine:
     # ---- statistics ----
 
     def statistics(self) -> WorkerStatistics:
+        """Returns the worker's figures; after its close, as of then."""
         if self.handle is None:
             self.run.check("this worker")
             assert self.teardown.statistics is not None
             return self.teardown.statistics
-        return worker_statistics(self)
+        native = ffi.new("tu_counts_t *")
+        lib.tu_worker_counts(self.handle, native)
+        open_endpoints = sum(endpoint.handle is not None for endpoint in self.endpoints.values())
+        return WorkerStatistics(
+            operations_in_flight=len(self.in_flight),
+            left_over_operations=sum(operation.detached for operation in self.in_flight.values()),
+            completed_operations=self.counters["completed"],
+            endpoints=open_endpoints - self.endpoints_by_worker.idle,
+            wakeups=self.counters["wakeups"],
+            busy_arms=native.arm_busy,
+            backoffs=self.counters["backoffs"],
+            missed_events=self.counters["missed_events"],
+            progress_calls=native.progress_calls,
+            messages=self.tag_dispatch.messages,
+            batches=self.counters["batches"],
+            polls=native.polls,
+            polls_paid=native.polls_paid,
+            poll_seconds=native.poll_nanoseconds / 1e9,
+            poll_limit=native.poll_limit / 1e9,
+            background_closes=self.run.background,
+            stopped_queues=self.counters["stopped_queues"],
+            strangers=native.strangers,
+        )

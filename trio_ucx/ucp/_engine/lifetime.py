@@ -23,10 +23,10 @@ from .._context import Context, with_chosen_options
 from .._live_handles import live_handles
 from .._quirks import descriptors, shared_memory
 from .._status import Status
+from .draining import dispose, drain
 from .engine import Engine, engines
 from .operations import Operation, under_way
 from .receive_queue import ReceiveQueue
-from .teardown import dispose, drain
 from .waits import DEFAULT_SPIN
 
 #: A drain has ended.

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import attrs
-
-from ..._native import ffi, lib
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 
 @attrs.frozen
@@ -56,31 +49,3 @@ class WorkerStatistics:
     background_closes: int
     stopped_queues: int
     strangers: int
-
-
-def worker_statistics(engine: Engine) -> WorkerStatistics:
-    """Returns the statistics of a worker that is not closed."""
-    native = ffi.new("tu_counts_t *")
-    lib.tu_worker_counts(engine.handle, native)
-    counters = engine.counters
-    open_endpoints = sum(endpoint.handle is not None for endpoint in engine.endpoints.values())
-    return WorkerStatistics(
-        operations_in_flight=len(engine.in_flight),
-        left_over_operations=sum(operation.detached for operation in engine.in_flight.values()),
-        completed_operations=counters["completed"],
-        endpoints=open_endpoints - engine.endpoints_by_worker.idle,
-        wakeups=counters["wakeups"],
-        busy_arms=native.arm_busy,
-        backoffs=counters["backoffs"],
-        missed_events=counters["missed_events"],
-        progress_calls=native.progress_calls,
-        messages=engine.tag_dispatch.messages,
-        batches=counters["batches"],
-        polls=native.polls,
-        polls_paid=native.polls_paid,
-        poll_seconds=native.poll_nanoseconds / 1e9,
-        poll_limit=native.poll_limit / 1e9,
-        background_closes=engine.run.background,
-        stopped_queues=counters["stopped_queues"],
-        strangers=native.strangers,
-    )

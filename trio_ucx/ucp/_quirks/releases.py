@@ -3,7 +3,7 @@
 What the other modules here rely on was measured, or read in UCX's sources, for the releases from 1.13 on. A newer one
 may have changed it. trio_ucx cannot detect such a change, so it warns once, at import. What depends on the release
 takes the safe way: shared memory is used only between two sides of the same unknown release (:mod:`.address_layout`),
-and a worker with operations that never end is left alone rather than destroyed (``_engine/teardown.py``). A worker
+and a worker with operations that never end is left alone rather than destroyed (``_engine/draining.py``). A worker
 address whose layout changed is refused by the parser, whatever the release.
 
 It is needed as long as trio_ucx relies on what UCX does not promise. Test: ``tests/test_quirks.py``.
