@@ -81,10 +81,10 @@ async def test_a_missed_event_is_found_and_counted(worker: ucp.Worker, transport
     """The worker's descriptor is replaced by one that never becomes readable, so every event is missed."""
     async with ucp.open_worker(config={"TLS": transports}) as other, open_pair(worker, other) as (client, server):
         engine = internals(other)
-        efd, (silent, end) = engine.progress_task.efd, os.pipe()
+        efd, (silent, end) = engine.efd, os.pipe()
         await trio.testing.wait_all_tasks_blocked()
         try:
-            engine.progress_task.efd = silent
+            engine.efd = silent
             engine.wake()
             with trio.fail_after(60):
                 while other.statistics().missed_events == 0:  # an interrupted look counts nothing
@@ -94,7 +94,7 @@ async def test_a_missed_event_is_found_and_counted(worker: ucp.Worker, transport
                         await client.send(b"x")
         finally:
             trio.lowlevel.notify_closing(silent)
-            engine.progress_task.efd = efd
+            engine.efd = efd
             os.close(silent)
             os.close(end)
         engine.counters["missed_events"] = 0  # the fixture expects none

@@ -80,7 +80,7 @@ async def test_a_round_trip_wakes_one_task(transports: str) -> None:
             ucp.open_worker(config={"TLS": transports}, spin=0) as worker,
             trio_ucx.connect(tuple(address), worker=worker) as connection,
         ):
-            efd = internals(worker).progress_task.efd
+            efd = internals(worker).efd
             parts = [await _count_round_trips(worker, connection) for _ in range(PARTS + 1)][1:]
             # Each look at a timer of 4 ms is a round more.
             rounds = [steps.rounds - steps.steps.get(f"trio_ucx safety net (efd {efd})", 0) for steps, _ in parts]

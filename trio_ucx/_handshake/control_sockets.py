@@ -175,7 +175,7 @@ class ControlSockets:
         self._engine = engine
         self._epoll: select.epoll | None = select.epoll()
         self._sockets: dict[int, ControlSocket] = {}
-        engine.run.spawn(self._run, f"trio_ucx control sockets (efd {engine.progress_task.efd})")
+        engine.run.spawn(self._run, f"trio_ucx control sockets (efd {engine.efd})")
 
     def add(self, descriptor: int, control: ControlSocket) -> None:
         assert self._epoll is not None

@@ -89,7 +89,7 @@ class _Collector:
         items = each("a loop", self.loop, dict.fromkeys(engine.run.thread for engine in here))
         for root in dict.fromkeys(engine.run.root_task() for engine in here):
             items += each("a task", self.task, tasks_below(root))
-        items += each("a worker", self.worker, sorted(here, key=lambda engine: engine.progress_task.efd))
+        items += each("a worker", self.worker, sorted(here, key=lambda engine: engine.efd))
         if not here:
             items.append(Item("no worker is open"))
         if not self.may_ask_ucx:

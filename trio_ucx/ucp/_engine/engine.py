@@ -115,6 +115,8 @@ class Engine:
     ) -> None:
         self.context = context
         self.handle: Any = handle  # None once closed
+        #: Its descriptor.
+        self.efd: int = lib.tu_worker_efd(handle)
         self.run = TrioRun(self)
         self.identity = Identity.of(handle, context, client_id)
         self.key_gate = KeyGate(handle, self.identity.address, self.identity.unknown_layout)
@@ -140,8 +142,10 @@ class Engine:
         self.waiting = Waiting(self, spin, yield_interval)
         self.batches = Batches(lambda: self.arming.watch())
         self.receive_queue = receive_queue(self)
-        self.progress_task = ProgressTask(self)
-        self.arming = Arming(self, self.progress_task, polling=self.waiting.polling, jumping=self.run.clock_jumps)
+        self.progress_task: ProgressTask = ProgressTask(self)
+        self.arming: Arming = Arming(
+            self, self.progress_task, polling=self.waiting.polling, jumping=self.run.clock_jumps
+        )
 
     # ---- checks ----
 

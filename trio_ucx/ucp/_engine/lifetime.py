@@ -65,8 +65,8 @@ def open_engine(
     engines.add(engine)
     if tasks:
         progress_task = engine.progress_task
-        engine.run.spawn(partial(_run, engine), f"trio_ucx progress (efd {progress_task.efd})")
-        engine.run.spawn(progress_task.safety_net.run, f"trio_ucx safety net (efd {progress_task.efd})")
+        engine.run.spawn(partial(_run, engine), f"trio_ucx progress (efd {engine.efd})")
+        engine.run.spawn(progress_task.safety_net.run, f"trio_ucx safety net (efd {engine.efd})")
     return engine
 
 

@@ -144,7 +144,7 @@ class SafetyNet:
             began = _waited()
             if arming.awaits_descriptor and count == engine.progress_count:
                 before = engine.events_seen()
-                engine.poll_and_deliver(partial(lib.tu_worker_look_unsignalled, engine.progress_task.efd))
+                engine.poll_and_deliver(partial(lib.tu_worker_look_unsignalled, engine.efd))
                 if before != engine.events_seen() and _waited() - began < INTERRUPTED:
                     engine.counters["missed_events"] += 1
                 engine.reap()
@@ -202,16 +202,14 @@ class ProgressTask:
     """The progress task of one worker and its hook in Trio's loop: see :class:`~.arming.Loop`, which this implements.
 
     Attributes:
-        efd: the worker's descriptor.
         stop: ends the task; None before it runs.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.efd = lib.tu_worker_efd(engine.handle)
         self.stop: trio.CancelScope | None = None
         with ExitStack() as undo:
-            self._backoff = ArmingPause(self.efd)
+            self._backoff = ArmingPause(engine.efd)
             undo.callback(self._backoff.close)
             self.safety_net = SafetyNet(engine)
             undo.pop_all()
@@ -247,7 +245,7 @@ class ProgressTask:
             try:
                 if state is ArmingState.ARMED:
                     self._backoff.delay = 0.0
-                    await trio.lowlevel.wait_readable(self.efd)
+                    await trio.lowlevel.wait_readable(engine.efd)
                     engine.counters["wakeups"] += 1
                     engine.arming.readable()
                 elif state is ArmingState.BACKING_OFF:
@@ -274,7 +272,7 @@ class ProgressTask:
 
     def close(self) -> None:
         """The worker is closed: ends what waits for its descriptors, and closes those that are ours."""
-        for fd in (self.efd, self.safety_net.timer, *self._backoff.descriptors):
+        for fd in (self._engine.efd, self.safety_net.timer, *self._backoff.descriptors):
             with ignoring_late_run():
                 trio.lowlevel.notify_closing(fd)
         self._backoff.close()

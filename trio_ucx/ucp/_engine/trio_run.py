@@ -8,21 +8,35 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import trio
 
 from .._contained import contained, report
 from .._quirks.forks import Birth
 
-if TYPE_CHECKING:
-    from .engine import Engine
+
+class HostedEngine(Protocol):
+    """The engine, as far as the tasks that run for it are concerned."""
+
+    @property
+    def usable(self) -> bool:
+        """True if UCX's worker is there, and may be used by this thread."""
+
+    def wake(self) -> None:
+        """Makes the progress task look."""
+
+    def guard(self, function: Callable[[], None]) -> None:
+        """Calls a function; an exception breaks the worker."""
+
+    def internal_error(self, error: BaseException) -> None:
+        """Breaks the worker. Never raises."""
 
 
 class TrioRun(Birth):
     """Where one worker was opened, and where alone it can be used."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: HostedEngine) -> None:
         super().__init__()
         self._engine = engine
         self._token = trio.lowlevel.current_trio_token()

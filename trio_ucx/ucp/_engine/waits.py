@@ -24,12 +24,13 @@ waiting tasks, too. If it does not wait again, ``arming.py`` sees to it that the
 
 from __future__ import annotations
 
+import collections
 import math
 import signal
 from collections.abc import Awaitable, Callable
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import outcome
 import trio
@@ -38,10 +39,7 @@ from outcome import Error, Outcome, Value
 from ..._native import lib
 from .._contained import report
 from .._util import check_timeout
-from .arming import ArmingState, Event
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .arming import Arming, ArmingState, Event
 
 RaiseCancel = Callable[[], Any]
 
@@ -285,12 +283,30 @@ def check_yield_interval(yield_interval: float) -> float:
     return yield_interval
 
 
+class AwaitedEngine(Protocol):
+    """The engine, as far as the tasks that wait are concerned."""
+
+    handle: Any
+    efd: int
+    arming: Arming
+    broken: BaseException | None
+    counters: collections.Counter[str]
+    #: How often the worker was progressed.
+    progress_count: int
+
+    def poll_and_deliver(self, function: Callable[[Any, Any, int], int]) -> bool:
+        """Calls a function of C, and delivers the records that it brings. Returns True if there were any."""
+
+    def watch_events(self) -> None:
+        """Something is awaited: lets the safety net look."""
+
+
 class Waiting:
     """How the tasks of one worker wait."""
 
     __slots__ = ("_engine", "_yield_interval", "_yielded", "leader", "parked", "polling", "woken")
 
-    def __init__(self, engine: Engine, spin: float, yield_interval: float) -> None:
+    def __init__(self, engine: AwaitedEngine, spin: float, yield_interval: float) -> None:
         self._engine = engine
         self.polling = spin > 0
         lib.tu_poll_bound(engine.handle, int(spin * 1e9))
@@ -400,7 +416,7 @@ class Waiting:
             return  # a closed worker has woken it, and its descriptor may be another's by now
         # A signal to the worker would not do: the next arming consumes it.
         try:
-            trio.lowlevel.notify_closing(self._engine.progress_task.efd)
+            trio.lowlevel.notify_closing(self._engine.efd)
         except trio.ClosedResourceError:
             # An instrument runs this after the leader's step. Trio takes that for a call by the leader, and raises.
             trio.lowlevel.reschedule(self.leader, Value(None))
@@ -448,7 +464,7 @@ class Waiting:
                 pending._task = task
                 self.leader = task
                 try:
-                    await trio.lowlevel.wait_readable(engine.progress_task.efd)
+                    await trio.lowlevel.wait_readable(engine.efd)
                 except trio.ClosedResourceError:
                     pass  # wake_leader() woke this task, or the worker was closed
                 finally:

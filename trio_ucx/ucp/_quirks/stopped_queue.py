@@ -223,7 +223,7 @@ class WatchedQueue(ReceiveQueue):
     def _spawn(self, function: Callable[[], Awaitable[None]], what: str) -> bool:
         """Starts a system task; False if Trio's run is over."""
         try:
-            self._engine.run.spawn(function, f"trio_ucx {what} (efd {self._engine.progress_task.efd})")
+            self._engine.run.spawn(function, f"trio_ucx {what} (efd {self._engine.efd})")
         except RuntimeError:
             return False
         return True

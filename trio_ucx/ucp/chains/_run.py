@@ -330,7 +330,7 @@ class Timer:
         lib.tu_chain_timer(engine.handle, self._fd)
         engine.teardown.at_end[self._id] = self._close
         Timer.of[engine] = self
-        engine.run.spawn(self._run, f"trio_ucx chain timer (efd {engine.progress_task.efd})")
+        engine.run.spawn(self._run, f"trio_ucx chain timer (efd {engine.efd})")
 
     async def _run(self) -> None:
         while await wait_timer(self._engine, self._fd):
