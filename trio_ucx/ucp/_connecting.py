@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from .._native import ffi, lib
 from . import _endpoint_options as endpoint_options
@@ -114,7 +114,9 @@ def connect_shared(engine: Engine, address: WorkerAddress, generation: int | Non
     def make() -> EndpointCore:
         return _make_to_worker(engine, address, endpoint_options.DEFAULT, label)
 
-    return make() if generation is None else engine.endpoints_by_worker.of(address.uid).get(generation, address, make)
+    if generation is None:
+        return make()
+    return cast(EndpointCore | None, engine.endpoints_by_worker.of(address.uid).get(generation, address, make))
 
 
 def _make_to_worker(engine: Engine, address: WorkerAddress, options: EndpointOptions, label: str) -> EndpointCore:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .._memory.window import Window
 from .._util import warn_resource
+from .teardown import Teardown
+from .trio_run import TrioRun
 
-if TYPE_CHECKING:
-    from .engine import Engine
+
+class LendingEngine(Protocol):
+    """The engine, as far as borrowed memory is concerned."""
+
+    run: TrioRun
+    teardown: Teardown
+
+    @property
+    def usable(self) -> bool:
+        """True if UCX's worker is there, and may be used by this thread."""
+
+    def next_id(self) -> int: ...
 
 
 class Borrowed:
@@ -22,7 +34,7 @@ class Borrowed:
     __slots__ = ("_engine", "_id", "_release", "_window")
 
     def __init__(
-        self, engine: Engine, address: int, length: int, release: Callable[[], None], *, writable: bool = False
+        self, engine: LendingEngine, address: int, length: int, release: Callable[[], None], *, writable: bool = False
     ) -> None:
         self._engine = engine
         self._release = release

@@ -18,14 +18,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import attrs
 
 from .._worker_address import WorkerAddress
-
-if TYPE_CHECKING:
-    from .endpoint_core import EndpointCore
 
 #: Generations that can be used between two workers. UCX's numbers have 16 bits.
 LIMIT = 65_000
@@ -61,9 +58,23 @@ class SharedEndpoint:
         holds: how many clients were told of it, and have not joined it yet.
     """
 
-    core: EndpointCore | None = None
+    core: PeerEndpoint | None = None
     generation: int = 0
     holds: int = 0
+
+
+class PeerEndpoint(Protocol):
+    """An endpoint to a peer worker, as far as the choice among them is concerned."""
+
+    peer_address: WorkerAddress | None
+    peer_worker: EndpointsToWorker | None
+
+    @property
+    def greeted(self) -> bool:
+        """True if something has arrived over it for a Connection."""
+
+    def close(self) -> None:
+        """Closes it by force."""
 
 
 class EndpointsToWorker:
@@ -80,7 +91,7 @@ class EndpointsToWorker:
         self._made = 0
         self._kinds: dict[bytes, SharedEndpoint] = {}
         #: Endpoints without Connections, and since when.
-        self._idle: dict[EndpointCore, float] = {}
+        self._idle: dict[PeerEndpoint, float] = {}
 
     def count_made(self) -> None:
         """Counts a generation: UCX has made an endpoint, or used the number up on an attempt."""
@@ -132,7 +143,7 @@ class EndpointsToWorker:
             return generation == kind.generation  # a client that was told of it must find it
         return generation == self._made + 1 and generation < LIMIT
 
-    def get(self, generation: int, address: WorkerAddress, make: Callable[[], EndpointCore]) -> EndpointCore | None:
+    def get(self, generation: int, address: WorkerAddress, make: Callable[[], PeerEndpoint]) -> PeerEndpoint | None:
         """Returns the endpoint of this generation, which it makes if it is the next; None if it cannot be had.
 
         Raises:
@@ -155,7 +166,7 @@ class EndpointsToWorker:
 
     # ---- the end ----
 
-    def last_left(self, core: EndpointCore, *, reusable: bool) -> bool:
+    def last_left(self, core: PeerEndpoint, *, reusable: bool) -> bool:
         """The last Connection has left an endpoint.
 
         Args:
@@ -175,12 +186,12 @@ class EndpointsToWorker:
             self._watch()
         return stays
 
-    def ended(self, core: EndpointCore) -> None:
+    def ended(self, core: PeerEndpoint) -> None:
         """An endpoint was closed, or has failed."""
         self._idle.pop(core, None)
         self._forget(core)
 
-    def _forget(self, core: EndpointCore) -> None:
+    def _forget(self, core: PeerEndpoint) -> None:
         kind = self._kind(core.peer_address)
         if core is kind.core:
             kind.core, kind.generation = None, 0

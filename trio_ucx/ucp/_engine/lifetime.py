@@ -40,7 +40,7 @@ def open_engine(
     *,
     spin: float = DEFAULT_SPIN,
     yield_interval: float = 0.0,
-    receive_queue: Callable[[Engine], ReceiveQueue] = ReceiveQueue,
+    receive_queue: Callable[[Engine], ReceiveQueue] = lambda engine: ReceiveQueue(engine.counters),
     tasks: bool = True,
 ) -> Engine:
     """Creates a worker (``ucp_worker_create``) and its engine.

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from .._process import Process
-from .endpoint_core import EndpointCore
 
-if TYPE_CHECKING:
-    from .engine import Engine
+
+class ClosingEndpoint(Protocol):
+    """An endpoint, as far as the queue is concerned."""
+
+    handle: Any
+
+    @property
+    def peer(self) -> Process:
+        """Returns which process it leads to, where that is known."""
+
+    def lanes(self) -> list[bytes] | None:
+        """``transport/device`` of each lane; None: UCX does not say."""
 
 
 class ReceiveQueue:
@@ -20,14 +29,14 @@ class ReceiveQueue:
         counters: those for ``stopped_queues``: the counters of the worker that this one succeeds, if it is a successor.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, counters: collections.Counter[str]) -> None:
         self.stopped = False
-        self.counters: collections.Counter[str] = engine.counters
+        self.counters = counters
 
     def suspect(self) -> None:
         """Called when a process may have died that wrote to this worker."""
 
-    def endpoint_closing(self, core: EndpointCore) -> None:
+    def endpoint_closing(self, core: ClosingEndpoint) -> None:
         """Called when an endpoint is being closed here, while its peer may be in the middle of writing."""
 
     def may_be_writing(self, process: Process) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from ..._native import lib
 from .._memory.buffers import Pinned
 from .._memory.window import in_use
-from .borrowed import Borrowed
-from .waits import Signal
+from .borrowed import Borrowed, LendingEngine
+from .waits import Signal, Waiting
 
-if TYPE_CHECKING:
-    from .engine import Engine
+
+class StreamingEngine(LendingEngine, Protocol):
+    """The engine, as far as the stream of an endpoint is concerned."""
+
+    handle: Any
+    waiting: Waiting
 
 
 class StreamChunk:
@@ -63,7 +67,7 @@ class StreamBuffer:
 
     __slots__ = ("_engine", "_id", "_pieces", "_waiter", "size")
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: StreamingEngine) -> None:
         self._engine = engine
         self._id = engine.next_id()
         self._pieces: deque[StreamChunk] = deque()

@@ -44,11 +44,10 @@ from ..._native import lib
 from .._connecting import connect_worker
 from .._contained import report
 from .._context import Context
-from .._engine.endpoint_core import EndpointCore
 from .._engine.engine import Engine
 from .._engine.lifetime import close_now, open_engine
 from .._engine.posting import post_flush
-from .._engine.receive_queue import ReceiveQueue
+from .._engine.receive_queue import ClosingEndpoint, ReceiveQueue
 from .._engine.tag_dispatch import CONNECTION_BIT
 from .._features import Feature
 from .._process import Process
@@ -75,7 +74,7 @@ _LONGEST_GAP = 0.03
 _SPACING = 2.0
 
 
-def uses_queue(core: EndpointCore) -> bool:
+def uses_queue(core: ClosingEndpoint) -> bool:
     """True if an endpoint has a lane over shared memory; also if UCX cannot say (before 1.14)."""
     if core.handle is None:
         return False
@@ -171,7 +170,7 @@ class WatchedQueue(ReceiveQueue):
     """Watches the queues of one worker."""
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+        super().__init__(engine.counters)
         self._engine = engine
         # With MM_ERROR_HANDLING=n no endpoint with error handling uses shared memory, so none could report a stop.
         kinds = [kind for kind in SHARED_MEMORY if kind in engine.identity.address.shared_memory_kinds]
@@ -190,7 +189,7 @@ class WatchedQueue(ReceiveQueue):
         if not self._checking and self._queues and not self.stopped:
             self._checking = self._spawn(self._run, "receive queue")
 
-    def endpoint_closing(self, core: EndpointCore) -> None:
+    def endpoint_closing(self, core: ClosingEndpoint) -> None:
         if self._needs_watching(core.peer) and uses_queue(core):
             self._watch(core.peer)
 
