@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from time import monotonic, perf_counter, thread_time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import trio
 
@@ -23,9 +23,11 @@ from ..._native import lib
 from .._quirks.descriptors import opened
 from .._util import ignoring_late_run
 from .arming import DEFER_SECONDS, TIMER_SECONDS, ArmingState
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .batches import Batches
+from .peer_workers import PeerWorkers
+from .tag_dispatch import TagDispatch
+from .trio_run import HostedEngine, TrioRun
+from .waits import AwaitedEngine, Waiting
 
 #: Seconds of a pause. A queue of shared memory holds 2 MiB, which the peer takes in a few of the shortest ones.
 _SHORTEST, _LONGEST = 0.00005, 0.002
@@ -39,6 +41,28 @@ INTERVAL = 1.03
 INTERRUPTED = 0.0002
 
 
+class ProgressingEngine(AwaitedEngine, HostedEngine, Protocol):
+    """The engine, as far as this module is concerned."""
+
+    batches: Batches
+    peer_workers: PeerWorkers
+    run: TrioRun
+    tag_dispatch: TagDispatch
+    waiting: Waiting
+
+    def awaited(self) -> bool:
+        """True if a task or a queue waits for an event of UCX."""
+
+    def events_seen(self) -> int:
+        """Grows whenever something arrives or completes."""
+
+    def reap(self) -> None:
+        """Progresses the worker, and delivers what has arrived and completed."""
+
+    def reap_soon(self) -> None:
+        """Reaps in the next round of Trio's loop."""
+
+
 class BeforeWait(trio.abc.Instrument):
     """Before Trio waits for events: sends batches, and re-arms a worker that was left disarmed.
 
@@ -46,7 +70,7 @@ class BeforeWait(trio.abc.Instrument):
     Trio has decided already how long it waits.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ProgressingEngine) -> None:
         self._engine = engine
         self._present = False
 
@@ -79,7 +103,7 @@ def _waited() -> float:
     return perf_counter() - thread_time()
 
 
-async def wait_timer(engine: Engine, timer: int) -> bool:
+async def wait_timer(engine: ProgressingEngine, timer: int) -> bool:
     """Waits until a timer of a worker's ends, and clears it. Returns False if the worker was closed."""
     while engine.handle is not None:
         try:
@@ -100,7 +124,7 @@ class SafetyNet:
     that of Trio's clock, which ``autojump_clock`` would jump.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ProgressingEngine) -> None:
         self._engine = engine
         self.timer = opened(lib.tu_timer_create(), "creating a worker's timer")
         #: When the next look is due, in seconds from the last one: INTERVAL; TIMER_SECONDS, if the worker is not armed
@@ -205,7 +229,7 @@ class ProgressTask:
         stop: ends the task; None before it runs.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ProgressingEngine) -> None:
         self._engine = engine
         self.stop: trio.CancelScope | None = None
         with ExitStack() as undo:
