@@ -24,7 +24,7 @@ from .._rules.life import Peer
 from .._rules.tag_queue import TagQueue
 from .._version import SOFTWARE
 from ..ucp import ActiveMessages
-from ..ucp._internal_api import ArmingState, EndpointCore, Engine, ListenerCore, Operation, engines
+from ..ucp._internal_api import ArmingState, EndpointCore, Engine, ListenerCore, Operation, endpoints_of, engines
 from . import causes
 from .frames import (
     TaskPlace,
@@ -155,7 +155,7 @@ class _Collector:
         if engine.run.thread != self.thread:
             template += "; its thread runs meanwhile, and UCX's words are missing"
         handshakes = [one for one in _children(engine, Handshake) if one.opened.outcome is None]
-        own = [endpoint for endpoint in list(engine.endpoints.values()) if not endpoint.is_shared]
+        own = [endpoint for endpoint in endpoints_of(engine) if not endpoint.is_shared]
         connects = [one for one in self.connects if one._registry.engine is engine]
         memory = [one.nbytes for one in list(context._memories) if one._handle is not None]
         items = [

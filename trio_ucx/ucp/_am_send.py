@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 
 from .._native import ffi, lib
-from ._engine.operations import Operation, Scope
+from ._engine.endpoint_core import Scope
+from ._engine.operations import Operation
 from ._engine.posting import pending_operation, pin
 from ._features import Feature
 from ._memory.buffers import Buffer, Pinned

@@ -254,7 +254,7 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
             await trio.lowlevel.cancel_shielded_checkpoint()
             return
         with self._guard:
-            await completed(operation, operation.engine, watch=True)
+            await completed(operation, self._arrival.engine, watch=True)
         self._operation = self._target = None
 
     @enable_ki_protection

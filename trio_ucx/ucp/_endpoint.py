@@ -17,9 +17,9 @@ from ._am_send import SendProtocol, post_am_send
 from ._attributes import text
 from ._context import Context
 from ._engine.ending import CloseState
-from ._engine.endpoint_core import EndpointCore, with_endpoints_beside
+from ._engine.endpoint_core import EndpointCore, Scope, with_endpoints_beside
 from ._engine.engine import Engine
-from ._engine.operations import Scope, under_way
+from ._engine.operations import under_way
 from ._engine.posting import completed, flush
 from ._memory.buffers import Buffer, WritableBuffer
 from ._memory.registered import MemoryDescriptor

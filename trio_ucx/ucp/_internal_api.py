@@ -11,7 +11,7 @@ from ._connecting import connect_shared
 from ._endpoint import close_in_background
 from ._engine.arming import DEFER_SECONDS, ArmingState
 from ._engine.ending import CloseState, Ending, internal_failure
-from ._engine.endpoint_core import EndpointCore
+from ._engine.endpoint_core import EndpointCore, endpoints_of
 from ._engine.endpoints_to_worker import EndpointsToWorker, EndpointSummary
 from ._engine.engine import Engine, engines
 from ._engine.operations import Operation, under_way
@@ -65,6 +65,7 @@ __all__ = [
     "CloseState",  # what this side has done about the end of one
     "Ending",  # the end of an endpoint or a share
     "EndpointCore",  # what an Endpoint works with
+    "endpoints_of",  # those of an engine
     "ListenerCore",  # what a RawListener works with, for reports
     "EndpointsToWorker",  # the shared endpoints to one worker of a peer
     "Share",  # a Connection's share in an endpoint

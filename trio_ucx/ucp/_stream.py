@@ -11,8 +11,9 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import lib
+from ._engine.endpoint_core import Scope
 from ._engine.engine import Engine
-from ._engine.operations import Operation, Scope
+from ._engine.operations import Operation
 from ._engine.posting import pending_operation, pin
 from ._engine.stream_buffer import StreamBuffer, StreamChunk
 from ._features import Feature

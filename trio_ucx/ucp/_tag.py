@@ -7,8 +7,9 @@ from typing import TypeGuard
 import attrs
 
 from .._native import lib
+from ._engine.endpoint_core import Scope
 from ._engine.engine import Engine
-from ._engine.operations import Operation, ReceiveOperation, Scope
+from ._engine.operations import Operation, ReceiveOperation
 from ._engine.posting import pending_operation, pending_send_of_bytes, pin
 from ._engine.tag_dispatch import CONNECTION_BIT
 from ._features import Feature
@@ -181,6 +182,7 @@ class TagWait(ReceiveOperation):
     __slots__ = ("mask", "tag")
     tag: int
     mask: int
+    engine: Engine
 
     def error(self, status: int) -> Exception:
         try:

@@ -20,6 +20,7 @@ from ._connecting import connect_socket, connect_worker
 from ._context import Config, Context
 from ._endpoint import Endpoint
 from ._endpoint_options import EndpointOptions, ErrorMode
+from ._engine.endpoint_core import endpoints_of
 from ._engine.engine import Engine
 from ._engine.lifetime import close_after_background, close_now, open_engine
 from ._engine.posting import completed, pending_operation, pin, post_flush
@@ -546,7 +547,7 @@ class Worker(metaclass=OpenedNotConstructed):
         engine = self._engine
         await trio.lowlevel.checkpoint_if_cancelled()
         engine.check()
-        flushes = [post_flush(core) for core in list(engine.endpoints.values()) if core.handle is not None]
+        flushes = [post_flush(core) for core in endpoints_of(engine) if core.handle is not None]
         flushes.append(pending_operation(engine, lib.tu_worker_flush(engine.handle), None, "flushing the worker"))
         for operation in flushes:
             if operation is not None:

@@ -9,17 +9,17 @@ connection, and never more than the worker; all other records are delivered.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from ..._native import lib
 from .._memory.registered import unmap_unused
 from .._status import UCXError
-from .endpoint_core import EndpointCore
-from .tag_dispatch import TagSink
+from .operations import OperatingEngine
+from .receive_queue import ClosingEndpoint, ReceiveQueue
+from .stream_buffer import StreamBuffer
+from .tag_dispatch import TagDispatch, TagSink
+from .teardown import Teardown
 from .waits import Waiters
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 _FIELDS = lib.TU_RECORD_FIELDS
 _OPERATION, _PACKED, _MESSAGE = lib.TU_RECORD_OPERATION, lib.TU_RECORD_PACKED, lib.TU_RECORD_MESSAGE
@@ -65,7 +65,34 @@ class Receivers:
         return bool(self.stream_watchers) or any(self._am_waiters.values())
 
 
-def deliver(engine: Engine, rows: list[int]) -> None:
+class EngineEndpoint(ClosingEndpoint, Protocol):
+    """An endpoint, as far as its engine is concerned: see :class:`~.endpoint_core.EndpointCore`."""
+
+    label: str
+    stream_buffer: StreamBuffer | None
+
+    def open_stream_buffer(self) -> StreamBuffer: ...
+    def user_object(self) -> Any: ...
+    def hint(self, status: int) -> str: ...
+    def fail(self, error: UCXError) -> None: ...
+    def close(self) -> None: ...
+    def disown(self) -> None: ...
+    def worker_broke(self, error: BaseException) -> None: ...
+    def internal_error(self, error: BaseException) -> None: ...
+
+
+class DeliveringEngine(OperatingEngine, Protocol):
+    """The engine, as far as delivery is concerned."""
+
+    endpoints: dict[int, EngineEndpoint]
+    failures: list[tuple[int, int]]
+    receive_queue: ReceiveQueue
+    receivers: Receivers
+    tag_dispatch: TagDispatch
+    teardown: Teardown
+
+
+def deliver(engine: DeliveringEngine, rows: list[int]) -> None:
     """Delivers the records of one call into C. ``rows`` has all their fields in a row."""
     tag_dispatch = engine.tag_dispatch
     for start in range(0, len(rows), _FIELDS):
@@ -99,9 +126,9 @@ def deliver(engine: Engine, rows: list[int]) -> None:
             _failed(engine, kind, id, tag, error)
 
 
-def _failed(engine: Engine, kind: int, id: int, tag: int, error: BaseException) -> None:
+def _failed(engine: DeliveringEngine, kind: int, id: int, tag: int, error: BaseException) -> None:
     """Ends the connection or endpoint that the record concerns, or else the worker, after an internal error."""
-    owner: TagSink | EndpointCore | None = None
+    owner: TagSink | EngineEndpoint | None = None
     if kind in (_PACKED, _MESSAGE):
         owner = engine.tag_dispatch.sinks.get(tag >> 32)
     elif kind == lib.TU_RECORD_STREAM:
@@ -109,7 +136,7 @@ def _failed(engine: Engine, kind: int, id: int, tag: int, error: BaseException) 
     (engine if owner is None else owner).internal_error(error)
 
 
-def _deliver_rare(engine: Engine, kind: int, id: int, status: int, length: int, pointer: int) -> None:
+def _deliver_rare(engine: DeliveringEngine, kind: int, id: int, status: int, length: int, pointer: int) -> None:
     if kind == lib.TU_RECORD_FAILURE:
         engine.failures.append((id, status))  # after the messages that had arrived by then
     elif kind == lib.TU_RECORD_REQUEST:
@@ -133,7 +160,7 @@ def _deliver_rare(engine: Engine, kind: int, id: int, status: int, length: int, 
         engine.in_flight[id].conclude(status, 0, 0)
 
 
-def _deliver_piece(engine: Engine, id: int, pointer: int, length: int) -> None:
+def _deliver_piece(engine: DeliveringEngine, id: int, pointer: int, length: int) -> None:
     engine.counters["arrived"] += 1
     core = engine.endpoints.get(id)
     if core is None or core.handle is None:
@@ -144,7 +171,7 @@ def _deliver_piece(engine: Engine, id: int, pointer: int, length: int) -> None:
         pass
 
 
-def deliver_failures(engine: Engine) -> None:
+def deliver_failures(engine: DeliveringEngine) -> None:
     """Reports the endpoints that failed, once everything that had arrived before was delivered."""
     failures, engine.failures = engine.failures, []
     for id, status in failures:

@@ -1,32 +1,158 @@
-"""The engine's side of an endpoint: UCX's endpoint, the operations on it, and the Connections that share it."""
+"""The engine's side of an endpoint: UCX's endpoint, the operations on it, and the Connections that share it.
+
+Operations belong to a :class:`Scope`: to an endpoint, or to a Connection's share in one (``share.py``).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import trio
 from outcome import Value
 
 from ..._native import ffi, lib
+from .. import _hints
 from .._contained import contained, report
+from .._features import Feature
 from .._live_handles import live_handles
 from .._process import NOBODY, Process
 from .._quirks.key_gate import Admission
-from .._status import Status, UCXError
+from .._status import Origin, Status, UCXError, error_from_status
 from .._util import ConflictDetector
 from .._worker_address import WorkerAddress
-from .ending import CloseState, worker_failure
+from .ending import CloseState, Ending, internal_failure, worker_failure
 from .endpoints_to_worker import EndpointsToWorker
-from .operations import Operation, OperationSet, Scope
+from .engine import Engine
+from .operations import Operation, OperationSet
 from .stream_buffer import StreamBuffer
-
-if TYPE_CHECKING:
-    from .engine import Engine
-    from .share import Share
 
 #: Seconds after a forced close in which UCX may finish what it has begun to write over TCP.
 WRITING_TIME = 0.5
+
+
+class Scope:
+    """What operations belong to: an endpoint, or a Connection's share in one.
+
+    Args:
+        id: its own.
+        handle: UCX's endpoint.
+        label: what to call the peer in messages.
+        operations: those that belong to it.
+    """
+
+    #: What it is, for messages.
+    NAME = "endpoint"
+    __slots__ = (
+        "__weakref__",
+        "ending",
+        "engine",
+        "facade",
+        "features",
+        "handle",
+        "id",
+        "label",
+        "operations",
+        "peer_address",
+    )
+
+    def __init__(self, engine: Engine, id: int, handle: Any, label: str, operations: OperationSet) -> None:
+        self.engine = engine
+        self.id = id
+        self.handle: Any = handle  # None once it has ended
+        self.label = label
+        self.operations = operations
+        self.ending = Ending()
+        #: To which worker it leads, where that is known.
+        self.peer_address: WorkerAddress | None = None
+        #: The features that our context has and, as far as is known, the peer's: an integer, which is fast to ask.
+        self.features = engine.context.features.value
+        #: The user's object for it.
+        self.facade: Callable[[], Any] = lambda: None
+
+    @property
+    def endpoint(self) -> EndpointCore:
+        """The endpoint itself."""
+        raise NotImplementedError
+
+    @property
+    def error(self) -> UCXError | None:
+        """Returns what it failed with, if it did."""
+        return self.ending.error
+
+    def require(self, feature: Feature, doing: str) -> None:
+        """Refuses an operation if our context or the peer's lacks the feature: the peer would never answer.
+
+        Raises:
+            RuntimeError: with what to do.
+        """
+        if not self.features & feature.value:
+            self.engine.context._require(feature, doing)
+            raise RuntimeError(
+                f"{doing} needs Feature.{feature.name} at the peer, too, and the peer's context was opened without it: "
+                f"open that one with features=ucp.DEFAULT_FEATURES | ucp.Feature.{feature.name}"
+            )
+
+    @property
+    def gone(self) -> bool:
+        """True if nothing can be sent or received any more: it was closed, has failed, or its worker broke."""
+        return self.handle is None or self.ending.error is not None
+
+    def problem(self, origin: Origin | None = None) -> Exception | None:
+        """The exception for using it now, if it cannot be used.
+
+        Args:
+            origin: instead of its own.
+        """
+        error = self.ending.broken(self.label, origin)
+        if error is None and self.handle is None:
+            return trio.ClosedResourceError(f"this {self.NAME} was closed")
+        return error
+
+    def error_of(self, status: int, doing: str) -> Exception:
+        """The exception for a failed operation on it."""
+        return self.problem() or error_from_status(status, doing, self.ending.origin, self.hint(status))
+
+    def hint(self, status: int) -> str:
+        """Returns what is known about a peer that cannot be reached, in parentheses."""
+        return _hints.hint(self.engine.context._transports, status, self.peer_address)
+
+    def check(self, over: EndpointCore | None = None) -> None:
+        """Refuses to use it if it has ended.
+
+        Args:
+            over: the endpoint that is to be used, if that may be the one beside its own.
+        """
+        problem = self.problem()
+        if problem is not None:
+            self.ending.reported = True
+        elif over is not None:
+            problem = over.problem(self.ending.origin)
+        if problem is not None:
+            raise problem
+
+    def fail(self, error: UCXError) -> None:
+        """Marks it as failed, and ends its operations. Failed or closed already: no effect."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Closes it by force."""
+        raise NotImplementedError
+
+    def follow(self, other: EndpointCore) -> None:
+        """Ends this memory endpoint in the way in which the endpoint ended beside which it is."""
+        """Ends as the endpoint did that it is a share of, or stands beside."""
+        raise NotImplementedError
+
+    def worker_broke(self, error: BaseException) -> None:
+        """Its worker is of no use any more: ends all waits."""
+        raise NotImplementedError
+
+    def internal_error(self, error: BaseException) -> None:
+        """Ends it, and no other, after an exception in our own code. Never raises."""
+        report(f"an internal error of trio_ucx, at the endpoint to {self.label}", error)
+        contained(self.fail, internal_failure(error))
 
 
 class EndpointCore(Scope):
@@ -61,7 +187,7 @@ class EndpointCore(Scope):
         #: Of a shared endpoint: the endpoints to the same worker; the Connections that have not left it; its lanes
         #: when the first message for a Connection arrived over it.
         self.endpoints_to_worker: EndpointsToWorker | None = None
-        self.shares: dict[Share, None] = {}
+        self.shares: dict[Scope, None] = {}
         self.lanes_when_greeted: list[bytes] | None = None
         #: Whether it is known to be up, and will not change its lanes any more.
         self.connected = False
@@ -136,11 +262,11 @@ class EndpointCore(Scope):
         if not self.greeted:
             self.lanes_when_greeted = self.lanes() or []
 
-    def join(self, share: Share) -> None:
+    def join(self, share: Scope) -> None:
         """A Connection begins to use it."""
         self.shares[share] = None
 
-    def leave(self, share: Share, *, reusable: bool) -> None:
+    def leave(self, share: Scope, *, reusable: bool) -> None:
         """A Connection uses it no more. Left already: no effect.
 
         Args:
@@ -194,7 +320,6 @@ class EndpointCore(Scope):
             self.internal_error(error)
 
     def worker_broke(self, error: BaseException) -> None:
-        """Its worker is of no use any more: ends all waits."""
         for share in list(self.shares):
             contained(share.worker_broke, error)
         self.ending.error = self.error or worker_failure(error)
@@ -231,7 +356,7 @@ class EndpointCore(Scope):
         for share in shares:
             share.handle = None  # none of them may use it while others are told
         for share in shares:
-            contained(share.endpoint_ended)
+            contained(share.follow, self)
         beside, self.beside = self.beside, None
         if beside is not None:
             contained(beside.follow, self)
@@ -315,6 +440,11 @@ class EndpointCore(Scope):
             admission.end()
         self.engine.endpoints.pop(self.id, None)
         live_handles.closed("endpoint")
+
+
+def endpoints_of(engine: Engine) -> list[EndpointCore]:
+    """Returns the endpoints of an engine, which itself knows them as :class:`~.dispatch.EngineEndpoint` only."""
+    return [endpoint for endpoint in list(engine.endpoints.values()) if isinstance(endpoint, EndpointCore)]
 
 
 def with_endpoints_beside(scope: Scope) -> list[Scope]:

@@ -67,7 +67,7 @@ class PeerEndpoint(Protocol):
     """An endpoint to a peer worker, as far as the choice among them is concerned."""
 
     peer_address: WorkerAddress | None
-    peer_worker: EndpointsToWorker | None
+    endpoints_to_worker: EndpointsToWorker | None
 
     @property
     def greeted(self) -> bool:

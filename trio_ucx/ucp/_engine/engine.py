@@ -28,8 +28,7 @@ counts.
 
 *The end.* See ``lifetime.py``, which opens an engine, starts its tasks and closes it.
 
-An engine makes its parts. Operations, endpoints and most parts refer to their engine; their modules import this one for
-annotations only.
+An engine makes its parts, which know it by Protocols of what they use. Endpoints know it as it is.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ from .._quirks.key_gate import KeyGate
 from .._status import Status, UCXError, broken
 from .arming import Arming, Event, Progress
 from .batches import Batches
-from .dispatch import Receivers, deliver, deliver_failures
-from .endpoint_core import EndpointCore
+from .dispatch import EngineEndpoint, Receivers, deliver, deliver_failures
 from .endpoints_to_worker import EndpointsByWorker
 from .identity import Identity
 from .operations import Operation
@@ -121,7 +119,7 @@ class Engine:
         self.identity = Identity.of(handle, context, client_id)
         self.key_gate = KeyGate(handle, self.identity.address, self.identity.unknown_layout)
         self.endpoints_by_worker: EndpointsByWorker = EndpointsByWorker(lambda: self.progress_task.safety_net.watch())
-        self.endpoints: dict[int, EndpointCore] = {}
+        self.endpoints: dict[int, EngineEndpoint] = {}
         self.peer_processes = PeerProcesses(self.run)
         self.in_flight: dict[int, Operation] = {}
         self._last_id = 0

@@ -1,34 +1,27 @@
-"""Operations in flight, and the scopes that they belong to.
+"""Operations in flight.
 
 An :class:`Operation` owns its buffers until UCX has completed it, whatever became of the task that posted it. UCX can
 cancel a tag receive that has not matched, and our C code a transfer or a chain that has not begun. Any other operation
-whose task is cancelled is *detached*. A
-:class:`Scope` is an endpoint (``endpoint_core.py``), or a Connection's share in one (``share.py``).
+whose task is cancelled is *detached*.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import collections
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-import trio
 from outcome import Error, Value
 
 from ..._native import ffi, lib
-from .. import _hints
-from .._contained import contained, report
-from .._features import Feature
+from .._contained import contained
 from .._memory.buffers import Pinned
-from .._status import Origin, Status, UCXError, broken, error_from_status
+from .._status import Origin, Status, broken, error_from_status
 from .._util import printable
-from .._worker_address import WorkerAddress
-from .ending import Ending, internal_failure
-from .waits import Pending, Signal
-
-if TYPE_CHECKING:
-    from .endpoint_core import EndpointCore
-    from .engine import Engine
+from .ending import Ending
+from .trio_run import TrioRun
+from .waits import Pending, Signal, Waiting
 
 #: More than UCX's ``max_debug_string``, which is 200 in UCX 1.22.
 _DESCRIPTION_SIZE = 1024
@@ -36,12 +29,51 @@ _DESCRIPTION_SIZE = 1024
 _DESCRIBED = 4
 
 
+class OperatingEngine(Protocol):
+    """The engine, as far as operations are concerned."""
+
+    handle: Any
+    run: TrioRun
+    waiting: Waiting
+    counters: collections.Counter[str]
+    in_flight: dict[int, Operation]
+
+    @property
+    def endpoints(self) -> Container[int]: ...
+    @property
+    def usable(self) -> bool:
+        """True if UCX's worker is there, and may be used by this thread."""
+
+    def submit(self) -> None:
+        """To be called after posting something that is pending: UCX begins it."""
+
+    def internal_error(self, error: BaseException) -> None:
+        """Breaks the worker. Never raises."""
+
+
+class OperationScope(Protocol):
+    """What operations belong to: see :class:`~.endpoint_core.Scope`."""
+
+    id: int
+    label: str
+    ending: Ending
+    operations: OperationSet
+
+    @property
+    def endpoint(self) -> OperationScope: ...
+    def problem(self, origin: Origin | None = None) -> Exception | None: ...
+    def error_of(self, status: int, doing: str) -> Exception: ...
+    def internal_error(self, error: BaseException) -> None: ...
+
+
 class Operation(Pending):
     """A UCX operation in flight. Owns its buffers until UCX has completed it."""
 
     __slots__ = ("detached", "doing", "engine", "id", "pins", "scope")
 
-    def __init__(self, engine: Engine, id: int, pins: Pinned | None, doing: str, scope: Scope | None = None) -> None:
+    def __init__(
+        self, engine: OperatingEngine, id: int, pins: Pinned | None, doing: str, scope: OperationScope | None = None
+    ) -> None:
         super().__init__()
         self.engine = engine
         self.id = id
@@ -182,7 +214,7 @@ class OperationSet:
 
     __slots__ = ("_around", "_engine", "_watchers", "at_end", "pending", "unflushed")
 
-    def __init__(self, engine: Engine, around: OperationSet | None = None) -> None:
+    def __init__(self, engine: OperatingEngine, around: OperationSet | None = None) -> None:
         self._engine = engine
         self._around = around
         self._watchers: list[Signal] = []
@@ -247,117 +279,3 @@ class OperationSet:
         for operation in list(self.pending):
             contained(end, operation)
         contained(self.changed)
-
-
-class Scope:
-    """What operations belong to: an endpoint, or a Connection's share in one.
-
-    Args:
-        id: its own.
-        handle: UCX's endpoint.
-        label: what to call the peer in messages.
-        operations: those that belong to it.
-    """
-
-    #: What it is, for messages.
-    NAME = "endpoint"
-    __slots__ = (
-        "__weakref__",
-        "ending",
-        "engine",
-        "facade",
-        "features",
-        "handle",
-        "id",
-        "label",
-        "operations",
-        "peer_address",
-    )
-
-    def __init__(self, engine: Engine, id: int, handle: Any, label: str, operations: OperationSet) -> None:
-        self.engine = engine
-        self.id = id
-        self.handle: Any = handle  # None once it has ended
-        self.label = label
-        self.operations = operations
-        self.ending = Ending()
-        #: To which worker it leads, where that is known.
-        self.peer_address: WorkerAddress | None = None
-        #: The features that our context has and, as far as is known, the peer's: an integer, which is fast to ask.
-        self.features = engine.context.features.value
-        #: The user's object for it.
-        self.facade: Callable[[], Any] = lambda: None
-
-    @property
-    def endpoint(self) -> EndpointCore:
-        """The endpoint itself."""
-        raise NotImplementedError
-
-    @property
-    def error(self) -> UCXError | None:
-        """Returns what it failed with, if it did."""
-        return self.ending.error
-
-    def require(self, feature: Feature, doing: str) -> None:
-        """Refuses an operation if our context or the peer's lacks the feature: the peer would never answer.
-
-        Raises:
-            RuntimeError: with what to do.
-        """
-        if not self.features & feature.value:
-            self.engine.context._require(feature, doing)
-            raise RuntimeError(
-                f"{doing} needs Feature.{feature.name} at the peer, too, and the peer's context was opened without it: "
-                f"open that one with features=ucp.DEFAULT_FEATURES | ucp.Feature.{feature.name}"
-            )
-
-    @property
-    def gone(self) -> bool:
-        """True if nothing can be sent or received any more: it was closed, has failed, or its worker broke."""
-        return self.handle is None or self.ending.error is not None
-
-    def problem(self, origin: Origin | None = None) -> Exception | None:
-        """The exception for using it now, if it cannot be used.
-
-        Args:
-            origin: instead of its own.
-        """
-        error = self.ending.broken(self.label, origin)
-        if error is None and self.handle is None:
-            return trio.ClosedResourceError(f"this {self.NAME} was closed")
-        return error
-
-    def error_of(self, status: int, doing: str) -> Exception:
-        """The exception for a failed operation on it."""
-        return self.problem() or error_from_status(status, doing, self.ending.origin, self.hint(status))
-
-    def hint(self, status: int) -> str:
-        """Returns what is known about a peer that cannot be reached, in parentheses."""
-        return _hints.hint(self.engine.context._transports, status, self.peer_address)
-
-    def check(self, over: EndpointCore | None = None) -> None:
-        """Refuses to use it if it has ended.
-
-        Args:
-            over: the endpoint that is to be used, if that may be the one beside its own.
-        """
-        problem = self.problem()
-        if problem is not None:
-            self.ending.reported = True
-        elif over is not None:
-            problem = over.problem(self.ending.origin)
-        if problem is not None:
-            raise problem
-
-    def fail(self, error: UCXError) -> None:
-        """Marks it as failed, and ends its operations. Failed or closed already: no effect."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Closes it by force."""
-        raise NotImplementedError
-
-    def internal_error(self, error: BaseException) -> None:
-        """Ends it, and no other, after an exception in our own code. Never raises."""
-        report(f"an internal error of trio_ucx, at the endpoint to {self.label}", error)
-        contained(self.fail, internal_failure(error))

@@ -11,9 +11,9 @@ from ..._native import lib
 from .._memory.buffers import Buffer, Pinned
 from .._memory.foreign import MemoryType
 from .._status import error_from_status
-from .endpoint_core import with_endpoints_beside
+from .endpoint_core import Scope, with_endpoints_beside
 from .engine import Engine
-from .operations import Operation, Scope
+from .operations import Operation
 from .waits import Pending
 
 _HOST = lib.TU_MEMORY_HOST

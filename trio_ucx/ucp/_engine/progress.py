@@ -24,7 +24,7 @@ from .._quirks.descriptors import opened
 from .._util import ignoring_late_run
 from .arming import DEFER_SECONDS, TIMER_SECONDS, ArmingState
 from .batches import Batches
-from .peer_workers import PeerWorkers
+from .endpoints_to_worker import EndpointsByWorker
 from .tag_dispatch import TagDispatch
 from .trio_run import HostedEngine, TrioRun
 from .waits import AwaitedEngine, Waiting
@@ -45,7 +45,7 @@ class ProgressingEngine(AwaitedEngine, HostedEngine, Protocol):
     """The engine, as far as this module is concerned."""
 
     batches: Batches
-    peer_workers: PeerWorkers
+    endpoints_by_worker: EndpointsByWorker
     run: TrioRun
     tag_dispatch: TagDispatch
     waiting: Waiting

@@ -8,8 +8,8 @@ from ..._native import lib
 from .._contained import contained
 from .._status import UCXError
 from .ending import worker_failure
-from .endpoint_core import EndpointCore
-from .operations import Operation, OperationSet, Scope
+from .endpoint_core import EndpointCore, Scope
+from .operations import Operation, OperationSet
 
 
 class Share(Scope):
@@ -88,15 +88,13 @@ class Share(Scope):
         for operation in operations:
             lib.tu_operation_cancel(self.engine.handle, operation.id)
 
-    def endpoint_ended(self) -> None:
-        """The endpoint was closed, or has failed."""
+    def follow(self, other: EndpointCore) -> None:
         self.handle = None
-        self.ending.error = self.error or self._endpoint.error
+        self.ending.error = self.error or other.error
         self.operations.end(self.problem)
         self._tell()
 
     def worker_broke(self, error: BaseException) -> None:
-        """Its worker is of no use any more: ends all waits."""
         self.ending.error = self.error or worker_failure(error)
         contained(self.operations.changed)
         self._tell()

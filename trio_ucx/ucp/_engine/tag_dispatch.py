@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar, TypeVarTuple
 
 from ..._native import ffi, lib
+from .._context import Context
 from .._features import Feature
 from .._status import Status, os_error_from_status
-from .operations import ReceiveOperation
+from .operations import OperatingEngine, ReceiveOperation
 
-if TYPE_CHECKING:
-    from .engine import Engine
+_Made = TypeVar("_Made")
+_Arguments = TypeVarTuple("_Arguments")
 
 #: Tags with this bit set are Connections' messages, on a worker that has Connections: conn ids have it.
 CONNECTION_BIT = 1 << 63
@@ -30,10 +32,22 @@ class TagSink(Protocol):
         """Ends this connection, and no other, after an exception in our own code. Never raises."""
 
 
+class ReceivingEngine(OperatingEngine, Protocol):
+    """The engine, as far as the messages of Connections are concerned."""
+
+    context: Context
+
+    def adopt(self, id: int, make: Callable[[*_Arguments], _Made], *arguments: *_Arguments) -> _Made:
+        """Makes our object for an operation that UCX has begun."""
+
+    def watch_events(self) -> None:
+        """Something is awaited: lets the safety net look."""
+
+
 class TagDispatch:
     """Where the messages of one worker's Connections go."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ReceivingEngine) -> None:
         self._engine = engine
         #: Whether tag messages may be used at all: a bool, which is faster to ask than the context's flags.
         self.has_tags = Feature.TAG in engine.context.features

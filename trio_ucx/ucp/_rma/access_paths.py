@@ -27,8 +27,7 @@ from typing import Any
 import attrs
 
 from ..._native import ffi, lib
-from .._engine.endpoint_core import EndpointCore
-from .._engine.operations import Scope
+from .._engine.endpoint_core import EndpointCore, Scope
 from .._engine.posting import completed, post_flush
 from .._features import Feature
 from .._live_handles import live_handles

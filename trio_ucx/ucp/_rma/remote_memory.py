@@ -13,9 +13,9 @@ from trio.lowlevel import enable_ki_protection
 from ..._native import ffi, lib
 from .._connecting import connect_beside
 from .._engine.borrowed import Borrowed
-from .._engine.endpoint_core import EndpointCore
+from .._engine.endpoint_core import EndpointCore, Scope
 from .._engine.engine import Engine
-from .._engine.operations import Operation, Scope
+from .._engine.operations import Operation
 from .._engine.posting import check_reaches, completed, flush, pending_operation
 from .._features import Feature
 from .._memory.buffers import Contiguous, Pinned, WritableContiguous, new_bytes

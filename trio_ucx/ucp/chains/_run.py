@@ -14,8 +14,9 @@ import trio
 from outcome import Error, Outcome, Value
 
 from .._endpoint import Endpoint
+from .._engine.endpoint_core import Scope
 from .._engine.engine import Engine
-from .._engine.operations import Operation, Scope
+from .._engine.operations import Operation
 from .._engine.progress import wait_timer
 from .._live_handles import live_handles
 from .._memory.buffers import Pinned
@@ -265,6 +266,7 @@ class Run(Operation):
     """
 
     __slots__ = ("_chain", "_keys", "_lost", "_targets", "buffers", "closed")
+    engine: Engine
 
     def __init__(
         self, chain: Any, native: Any, targets: list[Target], keys: list[Key], engine: Engine, id: int
