@@ -74,6 +74,14 @@ ORDER = {
         "__init__",
     ],
     "_report": ["items", "frames", "network", "causes", "collect", "reporting", "__init__"],
+    "ucp/_engine": [
+        *("arming", "ending", "batches", "statistics", "teardown", "identity", "trio_run", "peer_processes", "waits"),
+        *("borrowed", "stream_buffer", "operations", "peer_workers", "receive_queue"),
+        *("tag_dispatch", "dispatch", "progress"),
+        "engine",
+        *("endpoint_core", "share", "posting", "draining", "lifetime"),
+        "__init__",
+    ],
 }
 #: Modules that do not import each other although the order would allow it.
 SIBLINGS = {
@@ -116,16 +124,8 @@ PAST_INTERNAL_API = {"_link", "_channels.py", "_connection.py", "_rules"}
 #: For each folder above connections, how many lines import from inside the connections' layers, at most.
 INSIDE_CONNECTIONS = {"mesh": 1, "testing": 3, "_report": 10, "_cli": 0}
 
-#: The only exception: what users get as ``channel.connection``. A module below its own imports it, for an annotation.
-HOLDERS = {
-    "trio_ucx._connection": "Connection: Channel.connection",
-}
-#: The same inside ``ucp/_engine``, where a part refers to the whole that has it.
-ENGINE = {
-    "trio_ucx.ucp._engine.engine": "Engine: Operation.engine, Scope.engine, and each part's",
-    "trio_ucx.ucp._engine.endpoint_core": "EndpointCore: Scope.endpoint",
-    "trio_ucx.ucp._engine.share": "Share: EndpointCore.shares",
-}
+#: The only circle: a module that imports, for an annotation, one above it. Users get ``channel.connection``.
+CIRCLES = {("trio_ucx._channels", "trio_ucx._connection")}
 #: A build may leave these out. The only module that imports one does so in a method, and for its annotation.
 EXTENSIONS = {"trio_ucx.ucp.chains": "_worker.py"}
 
@@ -174,11 +174,11 @@ def for_annotations(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_holders_are_imported_for_annotations_alone(path: Path) -> None:
+def test_no_module_is_imported_for_annotations_alone(path: Path) -> None:
     if path.parent != PACKAGE / "_native":
-        inside = path.parent == PACKAGE / "ucp" / "_engine"
         extensions = {name for name, user in EXTENSIONS.items() if user == path.name}
-        assert for_annotations(path) <= HOLDERS.keys() | extensions | (ENGINE.keys() if inside else set())
+        circular = {imported for importer, imported in CIRCLES if importer == module_name(path)}
+        assert for_annotations(path) <= extensions | circular
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "ucp").rglob("*.py")), ids=lambda path: path.stem)
@@ -191,10 +191,9 @@ def test_ucp_has_one_direction(path: Path) -> None:
         return ".".join(parts[:2]) if parts[0] == "_quirks" else parts[0]
 
     mine = line_of(place_of(path.relative_to(PACKAGE / "ucp").with_suffix("").parts))
-    exceptions = for_annotations(path)
     for imported in imports(path):
         parts = imported.split(".")
-        if parts[:2] == ["trio_ucx", "ucp"] and not any(imported.startswith(name) for name in exceptions):
+        if parts[:2] == ["trio_ucx", "ucp"]:
             place = place_of(parts[2:])
             theirs = place if any(place in line for line in UCP) else "__init__"
             assert line_of(theirs) <= mine, f"{path.name} imports {imported}"
@@ -243,13 +242,12 @@ def test_nothing_needs_an_extension_to_be_imported(extension: str) -> None:
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    """Annotations included, except those that name a holder."""
-    names = {module_name(path) for path in modules()}
+    """Imports for annotations included."""
+    names = {module_name(path): path for path in modules()}
     graph = {}
-    for path in modules():
-        annotated = for_annotations(path) & (HOLDERS.keys() | ENGINE.keys())
-        imported = {name if name in names else name.rpartition(".")[0] for name in imports(path)}
-        graph[module_name(path)] = (imported & names) - annotated - {module_name(path)}
+    for name, path in names.items():
+        imported = {each if each in names else each.rpartition(".")[0] for each in imports(path)}
+        graph[name] = {each for each in imported & names.keys() if each != name and (name, each) not in CIRCLES}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -328,10 +326,10 @@ def test_rules_of_the_exchange_are_pure(name: str) -> None:
 
 @pytest.mark.parametrize(("folder", "name"), [(folder, name) for folder in ORDER for name in ORDER[folder]])
 def test_folder_has_one_direction(folder: str, name: str) -> None:
-    order = ORDER[folder]
+    order, package = ORDER[folder], f"trio_ucx.{folder.replace('/', '.')}."
     for imported in imports(PACKAGE / folder / f"{name}.py"):
-        if imported.startswith(f"trio_ucx.{folder}."):
-            theirs = imported.split(".")[2]
+        if imported.startswith(package):
+            theirs = imported.removeprefix(package).split(".")[0]
             assert order.index(theirs) < order.index(name), imported
             assert (folder, name, theirs) not in SIBLINGS, imported
 
