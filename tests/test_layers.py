@@ -36,7 +36,7 @@ PURE = [
 HARMLESS = {"__future__", "collections", "collections.abc", "enum", "secrets", "struct", "typing", "attrs"}
 #: What the rules may import besides: the part of an end that Connections and endpoints share, and what users get.
 ENDS = {
-    *("trio_ucx.ucp._engine.ending.CloseState", "trio_ucx.ucp._engine.ending.Ending"),
+    *("trio_ucx.ucp._internal_api.CloseState", "trio_ucx.ucp._internal_api.Ending"),
     "trio_ucx._peer_info.PeerState",
 }
 #: What the rules of the exchange may import besides: they compute codes and checksums, and need records of ``ucp``.
@@ -119,8 +119,6 @@ UCP = [
 UTILITIES = UCP[0]
 #: What else other layers import from inside ``ucp``.
 INTERNAL_API = "_internal_api"
-#: These still import other modules of ``ucp``.
-PAST_INTERNAL_API = {"_link", "_channels.py", "_connection.py", "_rules"}
 #: For each folder above connections, how many lines import from inside the connections' layers, at most.
 INSIDE_CONNECTIONS = {"mesh": 1, "testing": 3, "_report": 10, "_cli": 0}
 
@@ -201,7 +199,7 @@ def test_ucp_has_one_direction(path: Path) -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_other_layers_import_only_the_internal_api_of_ucp(path: Path) -> None:
-    if path.relative_to(PACKAGE).parts[0] not in PAST_INTERNAL_API | {"ucp"}:
+    if path.relative_to(PACKAGE).parts[0] != "ucp":
         inside = {name.split(".")[2] for name in imports(path) if name.startswith("trio_ucx.ucp._")}
         assert inside <= {*UTILITIES, INTERNAL_API}
 

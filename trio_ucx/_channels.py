@@ -13,8 +13,7 @@ from ._errors import PeerClosed
 from ._link import ChannelState
 from ._opening.options import check_max_size, check_max_unread
 from ._rules.wire import UNACCEPTED
-from .ucp._memory.buffers import Buffer, WritableBuffer
-from .ucp._status import about, separate
+from .ucp._internal_api import Buffer, WritableBuffer, about, separate
 from .ucp._util import OpenedNotConstructed
 
 if TYPE_CHECKING:

@@ -19,11 +19,7 @@ from ._rules import wire
 from ._rules.tag_queue import Want
 from ._statistics import ConnectionStatistics
 from .ucp import Endpoint, Worker
-from .ucp._endpoint import close_in_background
-from .ucp._engine.posting import completed
-from .ucp._engine.waits import Pending
-from .ucp._memory.buffers import Buffer, WritableBuffer
-from .ucp._memory.pointers import check_elements
+from .ucp._internal_api import Buffer, Pending, WritableBuffer, check_elements, close_in_background, completed
 from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
 

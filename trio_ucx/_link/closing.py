@@ -26,12 +26,11 @@ import trio
 from .._errors import PeerClosed, PeerLost
 from .._rules import wire
 from .._rules.life import Life, Loss, Peer, PeerEvent
+from ..ucp import Status
 from ..ucp._contained import contained, report
-from ..ucp._engine.ending import CloseState, internal_failure
-from ..ucp._engine.operations import under_way
+from ..ucp._internal_api import CloseState, UCXError, about, broken, internal_failure, under_way
 from ..ucp._live_handles import live_handles
 from ..ucp._process import has_ended
-from ..ucp._status import Status, UCXError, about, broken
 from .message_port import MessagePort
 from .receiving import Receiving
 from .sending import Sending

@@ -20,7 +20,7 @@ from .._errors import PeerClosed, PeerLost
 from .._rules import wire
 from .._rules.credit import ReceiveCredit
 from .._rules.tag_queue import TagQueue
-from ..ucp._status import Origin, about
+from ..ucp._internal_api import Origin, about
 from .sending import Sending
 from .tag_queues import TagQueues
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..ucp._memory.buffers import Buffer, Pinned
+from ..ucp._internal_api import Buffer, Pinned
 
 #: The most mutable data that `send_nowait` copies.
 NOWAIT_COPY_LIMIT = 2**20

@@ -18,11 +18,8 @@ from .._rules import wire
 from .._rules.life import Life
 from .._rules.tag_queue import Want
 from ..ucp import Worker
-from ..ucp._engine.ending import CloseState
-from ..ucp._engine.posting import completed
+from ..ucp._internal_api import Buffer, CloseState, WritableBuffer, completed, is_short
 from ..ucp._live_handles import live_handles
-from ..ucp._memory.buffers import Buffer, WritableBuffer
-from ..ucp._tag import is_short
 from .closing import Closing
 from .immutable import immutable
 from .message_port import MessagePort

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 from .._native import lib
-from ..ucp._engine.share import Share
-from ..ucp._memory.buffers import Pinned
+from ..ucp._internal_api import Pinned, Share
 
 _HOST = lib.TU_MEMORY_HOST
 

@@ -19,12 +19,21 @@ from .._rules import wire
 from .._rules.credit import ReceiveCredit
 from .._rules.life import Answer, Life, Peer
 from .._rules.tag_queue import Message, MessageState, Receive, TagQueue, Want
+from ..ucp import Status
 from ..ucp._contained import contained
-from ..ucp._engine.operations import Operation
-from ..ucp._engine.posting import pin
-from ..ucp._engine.waits import Pending, Signal
-from ..ucp._memory.buffers import Pinned, WritableBuffer, new_bytes
-from ..ucp._status import MessageTooLong, Status, UCXError, about, error_from_status, is_about_a_part
+from ..ucp._internal_api import (
+    MessageTooLong,
+    Operation,
+    Pending,
+    Pinned,
+    Signal,
+    UCXError,
+    WritableBuffer,
+    about,
+    is_about_a_part,
+    new_bytes,
+    pin,
+)
 from .buffers import PackedMessages, ReadBuffer
 from .conversations import ChannelState, OpenChannels
 from .message_port import MessagePort
@@ -411,7 +420,7 @@ class Receiving:
         if verdict == Status.NO_MEMORY:  # nothing has happened
             if contents is not None:
                 pins.release()
-            raise error_from_status(verdict, "receiving a message", self.share.ending.origin)
+            raise MemoryError(str(UCXError(verdict, "receiving a message")))
         message.handle = max(verdict, 0)
         message.contents = contents
         message.state = MessageState.READY if verdict == 0 else MessageState.MOVING
@@ -437,7 +446,7 @@ class Receiving:
             if status == Status.CANCELED and message in queue.messages:  # else we have given it up
                 self.life.broken_off = True
                 doing = "the peer aborted the connection in the middle of a message"
-            error = self.share.problem() or error_from_status(status, doing, self.share.ending.origin)
+            error = self.share.error_of(status, doing)
         queue.moved(message, error)
         if not self.life.closed:
             self._end_unserved(queue)

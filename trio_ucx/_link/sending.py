@@ -24,13 +24,19 @@ from .._rules.life import Answer, Life
 from .._rules.tag_queue import Mover, TagQueue
 from .._rules.unread import UnreadThere
 from .._rules.wire import SMALL_MESSAGE
+from ..ucp import Status
 from ..ucp._contained import contained
-from ..ucp._engine.arming import DEFER_SECONDS
-from ..ucp._engine.operations import Operation
-from ..ucp._engine.posting import pending_send_of_bytes, pin
-from ..ucp._memory.buffers import Buffer, Pinned
-from ..ucp._status import Status, UCXError, broken
-from ..ucp._tag import is_short
+from ..ucp._internal_api import (
+    DEFER_SECONDS,
+    Buffer,
+    Operation,
+    Pinned,
+    UCXError,
+    broken,
+    is_short,
+    pending_send_of_bytes,
+    pin,
+)
 from .message_port import MessagePort
 
 #: Batches are messages of a tag queue that nobody reads: the peer takes them apart before.

@@ -47,7 +47,7 @@ import enum
 import attrs
 
 from .._peer_info import PeerState
-from ..ucp._engine.ending import CloseState, Ending
+from ..ucp._internal_api import CloseState, Ending
 
 
 class Peer(enum.Enum):
