@@ -76,7 +76,7 @@ ORDER = {
     "_report": ["items", "frames", "network", "causes", "collect", "reporting", "__init__"],
     "ucp/_engine": [
         *("arming", "ending", "batches", "statistics", "teardown", "identity", "trio_run", "peer_processes", "waits"),
-        *("borrowed", "stream_buffer", "operations", "peer_workers", "receive_queue"),
+        *("borrowed", "stream_buffer", "operations", "endpoints_to_worker", "receive_queue"),
         *("tag_dispatch", "dispatch", "progress"),
         "engine",
         *("endpoint_core", "share", "posting", "draining", "lifetime"),
