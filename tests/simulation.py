@@ -614,7 +614,7 @@ class Side:
 
         def submit(piece: slice) -> Any:
             self.link.check()
-            return sending.submit(self.link.queues[wire.STREAM], view[piece])
+            return sending.send(self.link.queues[wire.STREAM], view[piece])
 
         self.write = stream.Write(submit, cut)
         self.advance()
@@ -637,7 +637,7 @@ class Side:
     def send_eof(self) -> None:
         if self.can_send and self.write is None and not self.eof_sent:
             with suppress(MemoryError, trio.BrokenResourceError):
-                self.eof = self.link.sending.submit(self.link.queues[wire.STREAM], b"")
+                self.eof = self.link.sending.send(self.link.queues[wire.STREAM], b"")
                 self.eof_sent = True
 
     def read(self) -> None:

@@ -447,7 +447,7 @@ def test_both_sides_leave_a_conversation_at_once(world: World, by_force: bool, w
                 world.sides[0].send(0, 5000)
             for send in list(sending.credit.waiting):
                 send.cancel()
-            last = sending.submit(talk.queue, bytes(5000))
+            last = sending.send(talk.queue, bytes(5000))
             assert last is not None and last in sending.credit.waiting
             world.sides[0].send(1, 300)  # there is room for it
         b.conversations.leave(answer, by_force=by_force)

@@ -188,7 +188,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         if sent is True:
             await link.engine.waiting.schedule_point()
         else:
-            await completed(sent or link.sending.submit(queue, data), link.engine)
+            await completed(sent or link.sending.send(queue, data), link.engine)
 
     @enable_ki_protection
     def send_nowait(self, data: Buffer, *, tag: int = 0, max_unread: int | None = None) -> None:
@@ -420,7 +420,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         self._link.check()
         sending, queue = self._link.sending, self._link.queues[tag]
         sent = sending.send_short(queue, data)
-        return None if sent is True else sent or sending.submit(queue, data)
+        return None if sent is True else sent or sending.send(queue, data)
 
     def _submit_receive_into(self, buffer: WritableBuffer, tag: int) -> Pending:
         tag = check_tag(tag)
@@ -472,7 +472,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
                 def submit(piece: slice) -> Pending | None:
                     link.check()  # another task may have closed since the last piece
-                    return sending.submit(link.queues[wire.STREAM], flat[piece])
+                    return sending.send(link.queues[wire.STREAM], flat[piece])
 
                 cut = stream.pieces(len(flat), sending.credit.window, sending.credit.threshold, written)
                 write = stream.Write(submit, cut)
@@ -516,7 +516,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             if self._eof_sent:
                 await trio.lowlevel.checkpoint()
                 return
-            pending = self._link.sending.submit(self._link.queues[wire.STREAM], b"")
+            pending = self._link.sending.send(self._link.queues[wire.STREAM], b"")
             self._eof_sent = True
             try:
                 await completed(pending, self._link.engine)

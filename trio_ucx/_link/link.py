@@ -158,7 +158,7 @@ class Link:
         if sent is True:
             await self.engine.waiting.schedule_point()
         else:
-            await completed(sent or self.sending.submit(queue, data), self.engine)
+            await completed(sent or self.sending.send(queue, data), self.engine)
 
     def send_nowait(self, number: int, data: Buffer, max_unread: int | None) -> None:
         """Sends a message without waiting.
@@ -171,7 +171,7 @@ class Link:
             sending.check()
             raise trio.WouldBlock
         if not sending.send_short(queue, data):
-            sending.submit_nowait(queue, immutable(data))
+            sending.send_nowait(queue, immutable(data))
         if max_unread is not None:
             sending.count_unread(queue)
             sending.may_add(queue, max_unread)  # asks now, if the next one will have to wait

@@ -290,7 +290,7 @@ class Receiving:
             queues = [queue for queue in self.queues.values() if queue.number <= wire.MAX_TAG]
         else:
             queues = [queue for number in numbers if (queue := self.queues.get(number)) is not None]
-        ready = [queue.number for queue in queues if queue.unread > len(queue.receives)]
+        ready = [queue.number for queue in queues if queue.has_spare]
         if not ready:
             return None
         self._served = min((number for number in ready if number > self._served), default=min(ready))
@@ -343,7 +343,7 @@ class Receiving:
 
     @contextmanager
     def watching(self, numbers: Collection[int], signal: Signal) -> Iterator[None]:
-        """Sets the signal when :meth:`next_number` or :meth:`any_end` may have changed: for several connections."""
+        """Sets the signal when a message may be there for which no receive waits, or :meth:`any_end` may have changed."""
         self._admit(numbers)
         with self._awaiting(numbers), self.share.operations.watching(signal):
             yield

@@ -128,7 +128,7 @@ class Sending:
         """Sends ``bytes`` below the rendezvous threshold, or a short buffer, if nothing is in the way.
 
         Returns:
-            False if something is: use :meth:`submit`. True if the message was sent, or added to the batch. Else the
+            False if something is: use :meth:`send`. True if the message was sent, or added to the batch. Else the
             operation, because UCX could not take it yet.
         """
         if type(data) is not bytes:
@@ -241,7 +241,7 @@ class Sending:
 
     # ---- the other ways ----
 
-    def submit(self, queue: TagQueue, data: Buffer) -> SendOperation | None:
+    def send(self, queue: TagQueue, data: Buffer) -> SendOperation | None:
         """Sends a message now, or as soon as there is credit. Returns None when UCX has taken it already.
 
         Raises:
@@ -259,12 +259,12 @@ class Sending:
         self.report_stalled()
         return send
 
-    def submit_nowait(self, queue: TagQueue, data: Buffer) -> None:
+    def send_nowait(self, queue: TagQueue, data: Buffer) -> None:
         """Sends a message now.
 
         Raises:
             trio.WouldBlock: there is no credit.
-            Others: as for :meth:`submit`.
+            Others: as for :meth:`send`.
         """
         if self.batch.parts:
             self.send_batch()

@@ -260,6 +260,11 @@ class TagQueue:
         return packed + len(self.messages)
 
     @property
+    def has_spare(self) -> bool:
+        """True if a message is there for which no receive waits."""
+        return self.unread > len(self.receives)
+
+    @property
     def lacks_messages(self) -> bool:
         """True if more receives wait than there are messages. (While there are packed messages, no receive waits.)"""
         return len(self.receives) > len(self.messages)

@@ -83,7 +83,8 @@ class RankConnection:
 
     def has_message(self, tag: int) -> bool:
         """True if a message with this tag has arrived that no receive waits for."""
-        return self.connection is not None and self.connection._link.receiving.next_number((tag,)) is not None
+        queue = None if self.connection is None else self.connection._link.queues.get(tag)
+        return queue is not None and queue.has_spare
 
     def ended(self, tag: int) -> Exception | None:
         """Returns why no message with this tag will arrive; None if one may."""
