@@ -347,7 +347,7 @@ def sends_a_frame_before_the_batch(method: Callable[..., Any], sending: Sending,
     sending.batch.parts = parts
 
 
-@fault(Sending, "submit")
+@fault(Sending, "send")
 def sends_a_message_before_the_batch(method: Callable[..., Any], sending: Sending, *message: Any) -> Any:
     parts, sending.batch.parts = sending.batch.parts, []
     result = method(sending, *message)

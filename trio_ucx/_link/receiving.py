@@ -343,7 +343,7 @@ class Receiving:
 
     @contextmanager
     def watching(self, numbers: Collection[int], signal: Signal) -> Iterator[None]:
-        """Sets the signal when a message may be there for which no receive waits, or :meth:`any_end` may have changed."""
+        """Sets the signal when a message may be there that no receive waits for, or :meth:`any_end` has changed."""
         self._admit(numbers)
         with self._awaiting(numbers), self.share.operations.watching(signal):
             yield
