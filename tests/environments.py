@@ -20,7 +20,7 @@ import attrs
 import pytest
 
 import trio_ucx
-from trio_ucx._native import ucx
+from trio_ucx import ucp
 
 ROOT = Path(__file__).parent.parent
 RESTRICT = [sys.executable, "-I", "-S", str(Path(__file__).parent / "restrict.py")]
@@ -119,7 +119,8 @@ def in_mounts(*command: str) -> Sequence[str]:
 
 def as_other_user(uid: int) -> Sequence[str]:
     """Returns what root runs a command with as another user, who can read this Python, and has no capabilities."""
-    needed = [ROOT, Path(sys.prefix), Path(sys.base_prefix), Path(trio_ucx.__file__).parent, Path(ucx.file).parents[1]]
+    package, wheel = Path(trio_ucx.__file__).parent, Path(ucp.library().file).parents[1]
+    needed = [ROOT, Path(sys.prefix), Path(sys.base_prefix), package, wheel]
     return in_mounts(
         *(*RESTRICT, "readable", *map(str, needed), "--"),
         *("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"),

@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ from forked import ForkedProcess, fork_server
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.ucp import _live_handles
 
 #: Values of UCX_TLS. Shared memory alone has no connections by socket address.
 TRANSPORTS = ["tcp", "tcp,sm,self"]
@@ -63,6 +65,11 @@ def pattern(size: int, seed: int = 0) -> bytes:
 def segments() -> int:
     """How many shared-memory segments of UCX this process has attached."""
     return sum("/SYSV" in line or "ucx_shm" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def live_handles() -> Counter[str]:
+    """The native handles that are alive in this process, by kind, such as ``worker`` and ``endpoint``."""
+    return Counter(_live_handles.live_handles.counts())
 
 
 def assert_transports(connection: trio_ucx.Connection | ucp.Endpoint, transports: str) -> None:

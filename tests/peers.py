@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import trio
-from helpers import open_raw_endpoint, open_raw_listener, open_to_peer, pattern, resident
+from helpers import live_handles, open_raw_endpoint, open_raw_listener, open_to_peer, pattern, resident
 from shared_queue import take_an_element
 from tcp_sockets import is_full, tcp_sockets
 from timing import Noise, waited_by
@@ -1364,8 +1364,6 @@ def interrupted() -> None:
     import gc
     import warnings
 
-    from trio_ucx.ucp._live_handles import live_handles
-
     # Trio (0.35) does not protect it. A KeyboardInterrupt in the middle, a microsecond of each millisecond of ``busy``,
     # leaves a task that never runs (the program hangs), or one that its nursery does not know (TrioInternalError).
     trio.lowlevel.enable_ki_protection(trio.Nursery.start_soon)
@@ -1383,7 +1381,7 @@ def interrupted() -> None:
             else:
                 ended = "returned"
             gc.collect()
-        say([ended, live_handles.counts()])
+        say([ended, live_handles()])
 
 
 async def told_to_go_on() -> bool:

@@ -17,6 +17,7 @@ from helpers import (
     assert_pinned,
     assert_transports,
     expect_closed,
+    live_handles,
     open_pair,
     open_peer,
     open_raw_endpoint,
@@ -33,7 +34,6 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine import engine as _engine
-from trio_ucx.ucp._live_handles import live_handles
 
 AUTO, EAGER, RENDEZVOUS = ucp.SendProtocol
 HOLD, REFUSE = ucp.WhenFull
@@ -1043,7 +1043,7 @@ async def test_dropped_in_another_thread(worker: ucp.Worker) -> None:
                     await trio.to_thread.run_sync(held.clear)
         chains = [worker.new_chain()]
         await trio.to_thread.run_sync(chains.clear)
-        await until(lambda: "request chain" not in live_handles.counts())
+        await until(lambda: not live_handles()["request chain"])
 
 
 async def test_request_groups(worker: ucp.Worker) -> None:

@@ -16,7 +16,6 @@ from samples import ALL, with_checksum
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._native import ucx
 from trio_ucx._opening import addresses as _addresses
 from trio_ucx.ucp._process import NOBODY, this_host
 from trio_ucx.ucp._quirks.option_limits import DEFAULT_SIZES
@@ -183,7 +182,7 @@ async def test_worker_address_there_and_back(worker: ucp.Worker) -> None:
 async def test_what_a_worker_address_says(worker: ucp.Worker, transports: str) -> None:
     """Everything that a peer has to know; UCX's own parts are what UCX answers."""
     address = worker.address
-    assert (address.host, address.release, address.sizes) == (this_host(), ucx.version[:2], DEFAULT_SIZES)
+    assert (address.host, address.release, address.sizes) == (this_host(), ucp.library().version[:2], DEFAULT_SIZES)
     assert address.uid == ucp.WorkerAddress.from_ucx(address.ucx).uid != 0
     assert bool(address.shared_memory_kinds) == ("sm" in transports) and bool(address.tcp_addresses)
     assert address._is_described and not ucp.WorkerAddress.from_ucx(address.ucx)._is_described

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import Rounds, assert_free, nothing_happens, open_pair, open_peer, tasks_begin, until
+from helpers import Rounds, assert_free, live_handles, nothing_happens, open_pair, open_peer, tasks_begin, until
 from injected_faults import close_worker_at_once
 from outcome import Error, Value
 from peers import REMOTE
@@ -33,7 +33,6 @@ from timing import Stopwatch
 from trio_ucx import ucp
 from trio_ucx.testing import internals
 from trio_ucx.ucp import chains
-from trio_ucx.ucp._live_handles import live_handles
 
 
 def spinning(ground: Ground, chain: chains.RequestChain, **options: Any) -> chains.ChainRequest:
@@ -357,7 +356,7 @@ async def test_closed_while_it_runs(ground: Ground) -> None:
     buffer.append(1)
     with pytest.raises(trio.ClosedResourceError):
         await chain.run()
-    assert live_handles.counts().get("request chain") is None
+    assert not live_handles()["request chain"]
 
 
 async def test_forgotten_chains_are_freed(ground: Ground) -> None:
@@ -368,10 +367,10 @@ async def test_forgotten_chains_are_freed(ground: Ground) -> None:
         chain = ground.worker.new_chain()
         chain.get(ground.remote, into=buffer)
         await chain.run()
-    assert live_handles.counts()["request chain"] >= 1
+    assert live_handles()["request chain"] >= 1
     del chain
     gc.collect()
-    await until(lambda: live_handles.counts().get("request chain") is None)
+    await until(lambda: not live_handles()["request chain"])
     buffer.append(1)
 
 

@@ -17,7 +17,7 @@ from timing import cancelled_after
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._native import ffi, lib, ucx
+from trio_ucx._native import ffi, lib
 from trio_ucx.ucp import Status, Strided
 from trio_ucx.ucp._memory.buffers import Pinned
 
@@ -209,7 +209,7 @@ async def test_sizes(worker: ucp.Worker, transports: str, size: int) -> None:
             assert await transfer(client, worker, Strided(source), Strided(target), early=True) == size, name
             assert elements(target) == want, name
             assert elements(memory_of(source)) == before
-        if size and ucx.version >= (1, 14):
+        if size and ucp.library().version >= (1, 14):
             assert_transports(client, transports)
     assert worker.statistics().operations_in_flight == 0
 

@@ -15,7 +15,6 @@ from helpers import SANITIZED, Peer, assert_transports, open_pair, open_peer, pa
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._native import ucx
 
 SIZES = [0, 1, 8, 100, 4096, 8191, 65535, 65536, 65537, 2**20, 2**24 + 3, 2**26]
 
@@ -215,7 +214,9 @@ async def test_waiters_are_first_come_first_served(worker: ucp.Worker) -> None:
     assert sorted((number, message[0]) for number, message in got) == [(number, number) for number in range(20)]
 
 
-IPV6 = pytest.mark.skipif(ucx.version < (1, 17), reason="older UCX is told about IPv6 by the environment only")
+IPV6 = pytest.mark.skipif(
+    ucp.library().version < (1, 17), reason="older UCX is told about IPv6 by the environment only"
+)
 
 
 @IPV6

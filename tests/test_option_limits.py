@@ -15,7 +15,7 @@ from helpers import assert_transports, open_pair, pattern
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.ucp._live_handles import live_handles
+from trio_ucx.testing import assert_no_live_handles
 from trio_ucx.ucp._quirks import option_limits, shared_memory
 from trio_ucx.ucp._quirks.option_limits import AGREED, DEFAULT_SIZES, LEAST_SEGMENT, agreed_sizes, in_force, number
 
@@ -285,7 +285,7 @@ def test_devices_that_do_not_exist(value: str, transports: str, monkeypatch: pyt
             pass
     with ucp.open_context({"TLS": transports, "NET_DEVICES": "lo"}):
         pass
-    assert not live_handles.counts()
+    assert_no_live_handles()
 
 
 @pytest.mark.parametrize("value", ["all", "lo", "lo,", "^lo", "^nope0", "^", "n*", ""])

@@ -21,6 +21,7 @@ from helpers import (
     assert_free,
     assert_pinned,
     assert_transports,
+    live_handles,
     nothing_happens,
     open_peer,
     open_raw_endpoint,
@@ -36,7 +37,6 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.endpoint_core import EndpointCore
-from trio_ucx.ucp._live_handles import live_handles
 from trio_ucx.ucp._process import start_time, this_process
 
 #: UCX's own interval is 20 seconds.
@@ -401,7 +401,7 @@ async def test_watches_of_one_process(worker: ucp.Worker) -> None:
     await until(lambda: len(called) >= 2)
     await trio.testing.wait_all_tasks_blocked()
     assert sorted(called) in (["a", "c"], ["b", "c"])
-    assert "pidfd" not in live_handles.counts()
+    assert not live_handles()["pidfd"]
 
 
 def mapped() -> set[str]:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import trio
-from helpers import TRANSPORTS, Rounds, open_pair, open_peer, open_raw_listener, pattern, until
+from helpers import TRANSPORTS, Rounds, live_handles, open_pair, open_peer, open_raw_listener, pattern, until
 from injected_faults import fail_probes, record_probes
 from timing import Stopwatch
 
@@ -23,7 +23,6 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _util
-from trio_ucx.ucp._live_handles import live_handles
 
 #: Seconds until other connections break, and until new clients connect over shared memory.
 SOON = 5.0
@@ -403,7 +402,7 @@ async def test_isolated_connections() -> None:
             await client.tell(echo.listener.address)
             assert "sysv" in await client.hear()
         await until(lambda: len(echo.connections) == 3)
-        assert live_handles.counts()["worker"] == 4
+        assert live_handles()["worker"] == 4
         assert len({id(connection.worker) for connection in echo.connections} | {id(worker)}) == 4
         await clients[2].tell()
         await echo.wait_errors(1)
@@ -415,7 +414,7 @@ async def test_isolated_connections() -> None:
         assert not any(connection.worker.statistics().stopped_queues for connection in echo.connections[:2])
         for connection in echo.connections:
             connection.abort()
-        await until(lambda: live_handles.counts()["worker"] <= 1)
+        await until(lambda: live_handles()["worker"] <= 1)
 
 
 @pytest.mark.parametrize("end", ["aclose", "refused", "listener closes", "worker closes", "run ends"])
@@ -424,7 +423,7 @@ async def test_workers_of_isolated_connections_are_closed(end: str, transports: 
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, isolate=True)
         connection = await trio_ucx.connect(listener.address, worker=ours).__aenter__()
         server = await listener.accept()
-        assert live_handles.counts()["worker"] == 3
+        assert live_handles()["worker"] == 3
         await connection.send(b"x")
         assert await server.receive() == b"x"
         if end == "aclose":
@@ -444,7 +443,7 @@ async def test_workers_of_isolated_connections_are_closed(end: str, transports: 
         elif end == "worker closes":
             await server.aclose()
         if end in ("aclose", "listener closes", "refused"):
-            await until(lambda: live_handles.counts()["worker"] <= 2)
+            await until(lambda: live_handles()["worker"] <= 2)
         await listener.aclose()
         connection.abort()
         server.abort()

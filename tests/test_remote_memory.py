@@ -23,6 +23,7 @@ from helpers import (
     assert_free,
     assert_pinned,
     assert_transports,
+    live_handles,
     open_peer,
     open_raw_endpoint,
     open_raw_listener,
@@ -47,7 +48,6 @@ from timing import Stopwatch, cancelled_promptly
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.ucp._live_handles import live_handles
 from trio_ucx.ucp._rma.access_paths import PART_OVER_TCP
 
 SIZES = [0, 1, 65535, 65536, 65537]
@@ -217,7 +217,7 @@ async def test_what_cannot_be_registered(worker: ucp.Worker) -> None:
         ucp.Memory()
     with pytest.raises(TypeError):
         ucp.RemoteMemory()
-    assert not live_handles.counts().get("memory")
+    assert not live_handles()["memory"]
 
 
 # ---- what is refused ----
@@ -671,7 +671,7 @@ async def test_stopped_peer(transports: str, way: str) -> None:
         await released(endpoint.worker)
         assert_free(data)
         assert_free(buffer)
-        assert "remote key" not in live_handles.counts()
+        assert not live_handles()["remote key"]
         await endpoint.flush()
         with endpoint.attach(memory._descriptor) as again:
             written = await again.get()
@@ -812,7 +812,7 @@ async def test_context_closed_with_memory_open() -> None:
             context.allocate(100)
             context.register(buffer := bytearray(100))
     assert_free(buffer)
-    assert not live_handles.counts()
+    assert not live_handles()
 
 
 async def test_context_closed_with_memory_in_use() -> None:
@@ -828,7 +828,7 @@ async def test_context_closed_with_memory_in_use() -> None:
     for memory in memories:
         memory.close()
     assert not context._memories and context._handle is None
-    assert not live_handles.counts()
+    assert not live_handles()
 
 
 async def test_dropped_remote_memory(worker: ucp.Worker) -> None:
@@ -836,11 +836,11 @@ async def test_dropped_remote_memory(worker: ucp.Worker) -> None:
         with worker.context.allocate(100) as memory:
             remote = endpoint.attach(memory.descriptor)
             await remote.get()
-            assert live_handles.counts()["remote key"] == 1
+            assert live_handles()["remote key"] == 1
             with pytest.warns(ResourceWarning, match="unclosed <trio_ucx.ucp.RemoteMemory"):
                 del remote
             with trio.fail_after(15):
-                while live_handles.counts().get("remote key"):
+                while live_handles()["remote key"]:
                     await trio.sleep(0)
 
 
@@ -918,12 +918,12 @@ async def test_many_cycles(worker: ucp.Worker, transports: str, way: str) -> Non
                         await remote.flush()
                         assert await remote.get(0, 8) == b"12345678"
 
-    handles = live_handles.counts()
+    handles = live_handles()
     with trio.fail_after(55):
         for _ in range(10):
             await cycle()
-        await until(lambda: live_handles.counts() == handles)
+        await until(lambda: live_handles() == handles)
         files = len(os.listdir("/proc/self/fd"))
         for _ in range(60):
             await cycle()
-        await until(lambda: live_handles.counts() == handles and len(os.listdir("/proc/self/fd")) <= files + 6)
+        await until(lambda: live_handles() == handles and len(os.listdir("/proc/self/fd")) <= files + 6)

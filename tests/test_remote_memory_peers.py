@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
-from helpers import Rounds, assert_free, open_peer, open_to_peer, pattern, until
+from helpers import Rounds, assert_free, live_handles, open_peer, open_to_peer, pattern, until
 from peers import REMOTE
 from remote import open_endpoint_and_context, open_two, open_way
 
@@ -22,7 +22,6 @@ from trio_ucx import ucp
 from trio_ucx.testing import internals
 from trio_ucx.ucp import chains
 from trio_ucx.ucp._engine import draining
-from trio_ucx.ucp._live_handles import live_handles
 from trio_ucx.ucp._rma import access_paths
 
 MB = 2**20
@@ -301,7 +300,7 @@ async def test_closed_memory_is_refused(way: str) -> None:
                     while not buffer[0]:
                         await trio.lowlevel.checkpoint()
                     other.close()
-                await until(lambda: not live_handles.counts().get("memory"))
+                await until(lambda: not live_handles()["memory"])
         assert_free(buffer)
         assert endpoint.alive
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import trio
-from helpers import assert_transports, open_pair, open_peer, pattern, until, until_over
+from helpers import assert_transports, live_handles, open_pair, open_peer, pattern, until, until_over
 from injected_faults import delay_handshakes, fill_worker, limit_generations
 
 import trio_ucx
@@ -18,7 +18,6 @@ from trio_ucx._rules.credit import ReceiveCredit
 from trio_ucx.testing import internals
 from trio_ucx.ucp import chains
 from trio_ucx.ucp._engine import endpoints_to_worker
-from trio_ucx.ucp._live_handles import live_handles
 
 
 @asynccontextmanager
@@ -71,7 +70,7 @@ async def test_connections_in_turn(worker: ucp.Worker, transports: str, monkeypa
         assert worker.statistics().endpoints == 0
         monkeypatch.undo()
         with trio.fail_after(15):  # nobody comes: it is closed
-            await until(lambda: not live_handles.counts().get("endpoint", 0))
+            await until(lambda: not live_handles()["endpoint"])
 
 
 async def test_connections_at_a_time(worker: ucp.Worker, transports: str) -> None:
@@ -471,7 +470,7 @@ async def test_endpoint_to_a_process_that_ends(worker: ucp.Worker, transports: s
         await peer.process.wait()
         with pytest.raises(OSError):
             await trio_ucx.open_ucx_stream(*address, worker=worker)
-    await until(lambda: not live_handles.counts().get("endpoint", 0))
+    await until(lambda: not live_handles()["endpoint"])
 
 
 async def test_used_up_generations(worker: ucp.Worker, transports: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,7 +482,7 @@ async def test_used_up_generations(worker: ucp.Worker, transports: str, monkeypa
             await works(connection, number)
             connection.abort()
         assert worker._successors
-        assert live_handles.counts()["worker"] <= 5
+        assert live_handles()["worker"] <= 5
 
 
 @pytest.mark.parametrize("side", ["client", "server"])
@@ -523,7 +522,7 @@ async def test_ucx_that_does_not_request_the_other_end_at_once(transports: str, 
 async def test_isolated_clients(worker: ucp.Worker, transports: str) -> None:
     """Each has a worker of its own, and so an endpoint of its own."""
     async with open_echo(transports) as (server, listener):
-        workers = live_handles.counts()["worker"]
+        workers = live_handles()["worker"]
         connections = [await trio_ucx.open_ucx_stream(*listener.address, worker=worker, isolate=True) for _ in range(3)]
         for number, connection in enumerate(connections):
             await works(connection, number)
@@ -533,9 +532,9 @@ async def test_isolated_clients(worker: ucp.Worker, transports: str) -> None:
         await connections[1].aclose()
         await works(connections[2], 9)
         await connections[2].aclose()
-        await until(lambda: live_handles.counts()["worker"] == workers)
+        await until(lambda: live_handles()["worker"] == workers)
         with pytest.raises(OSError):
             await trio_ucx.open_ucx_stream("127.0.0.1", 1, worker=worker, isolate=True)
         with pytest.raises(TypeError, match="isolate must be a bool"):
             trio_ucx.connect(listener.address, worker=worker, isolate=1)  # type: ignore[arg-type]
-        assert live_handles.counts()["worker"] == workers
+        assert live_handles()["worker"] == workers

@@ -16,14 +16,13 @@ from samples import sample, some_worker
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake import handshake as handshake_side
-from trio_ucx._native import ucx
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _connecting, _process
 from trio_ucx.ucp._hints import hint
 from trio_ucx.ucp._process import NOBODY, has_ended, open_pidfd, start_time, this_process
 from trio_ucx.ucp._status import Status
 
-RELEASE = ".".join(map(str, ucx.version[:2]))
+RELEASE = ".".join(map(str, ucp.library().version[:2]))
 
 
 @pytest.mark.sample(4)
@@ -136,7 +135,7 @@ def test_release_of_the_peer() -> None:
         return hint("sm,self", Status.UNREACHABLE, address)
 
     assert f"its UCX is 1.9, and this one is {RELEASE}" in said(some_worker(release=(1, 9)))
-    assert "its UCX" not in said(some_worker(release=ucx.version[:2]))
+    assert "its UCX" not in said(some_worker(release=ucp.library().version[:2]))
     assert "its UCX" not in said(ucp.WorkerAddress.from_ucx(sample("1.19.0 tcp")))
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from trio_ucx._native import ucx
+from trio_ucx import ucp
 
 
 def flags() -> list[str]:
     """The compiler's options for the UCX in use."""
-    if ucx.system:
+    if ucp.library().system:
         return ["-lucp", "-lucs"]
-    home = Path(ucx.file).parent.parent
+    home = Path(ucp.library().file).parent.parent
     return [f"-I{home / 'include'}", f"-L{home / 'lib'}", f"-Wl,-rpath,{home / 'lib'}", "-lucp", "-lucs"]
 
 

@@ -38,12 +38,11 @@ from benchmarks.jobs import BY_SIZE, Batch, Job, pattern  # noqa: E402
 from benchmarks.options import OPTIONS, Figure  # noqa: E402
 from trio_ucx import ucp  # noqa: E402
 from trio_ucx._cli.idle_cores import busy_shares  # noqa: E402
-from trio_ucx._native import ucx  # noqa: E402
 from trio_ucx.ucp._context import _memory_units  # noqa: E402
 from trio_ucx.ucp._quirks.default_options import DEFAULT_OPTIONS  # noqa: E402
 from trio_ucx.ucp._quirks.releases import WELL_CONFIGURABLE  # noqa: E402
 
-configurable = pytest.mark.skipif(ucx.version < WELL_CONFIGURABLE, reason="this UCX is hardly configurable")
+configurable = pytest.mark.skipif(ucp.library().version < WELL_CONFIGURABLE, reason="this UCX is hardly configurable")
 
 
 def test_figures_of_round_trips() -> None:

@@ -15,7 +15,6 @@ from helpers import free_port, open_raw_endpoint, open_raw_listener, until
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._native import ucx
 
 from .c_programs import compiled
 
@@ -26,9 +25,9 @@ TAG = 0xCAFE
 @pytest.fixture(scope="session")
 def executable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``ucp_client_server.c`` of the UCX in use."""
-    if ucx.system:
+    if ucp.library().system:
         pytest.skip("the distribution's UCX brings no examples; libucx-cu12 does")
-    source = Path(ucx.file).parent.parent / "share" / "ucx" / "examples" / "ucp_client_server.c"
+    source = Path(ucp.library().file).parent.parent / "share" / "ucx" / "examples" / "ucp_client_server.c"
     if not source.exists():
         pytest.skip(f"this UCX has no examples: {source}")
     return compiled(source, tmp_path_factory.mktemp("c"))

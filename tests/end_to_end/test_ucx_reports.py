@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from trio_ucx._native import ucx
+from trio_ucx import ucp
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "ucx-reports.md"
@@ -43,7 +43,7 @@ SHOWN = [
             "the server's variable is 0xabadcafe now",
             f"length: {CRASHED}",
             *(f"message {kind}: {CRASHED}" for kind in (1, 8, 10, 11)),
-            f"message 9: {'exit status 0' if ucx.version[:2] == (1, 21) else CRASHED}",
+            f"message 9: {'exit status 0' if ucp.library().version[:2] == (1, 21) else CRASHED}",
             "when the others have gone, the next one is refused",
         ],
     ),
@@ -70,7 +70,7 @@ def compile_command() -> list[str]:
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         pytest.skip("no C compiler")
-    include = [] if ucx.system else [f"-I{Path(ucx.file).parent.parent / 'include'}"]
+    include = [] if ucp.library().system else [f"-I{Path(ucp.library().file).parent.parent / 'include'}"]
     command = [compiler, "-Wall", "-Werror", *include]
     header = "#include <ucp/api/ucp.h>\n"
     probe = subprocess.run(
@@ -98,8 +98,8 @@ def test_program_compiles(program: Path, compile_command: list[str]) -> None:
 def built(compile_command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Builds a program, once, against the UCX in use."""
     directory = tmp_path_factory.mktemp("reports")
-    where = Path(ucx.file).parent
-    library = [] if ucx.system else [f"-L{where}", f"-Wl,-rpath,{where}"]
+    where = Path(ucp.library().file).parent
+    library = [] if ucp.library().system else [f"-L{where}", f"-Wl,-rpath,{where}"]
 
     @functools.cache
     def build(name: str) -> Path:
@@ -116,7 +116,7 @@ def built(compile_command: list[str], tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: shown.program)
 def test_program_shows_the_fault(shown: Shown, built: Callable[[str], Path]) -> None:
-    if ucx.version < shown.since:
+    if ucp.library().version < shown.since:
         pytest.skip(f"shown with UCX {'.'.join(map(str, shown.since))}")
     # LD_PRELOAD has the checker of tools/sanitize.sh, with which these programs are not compiled.
     environment = {

@@ -14,11 +14,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import attrs
 import trio
-from helpers import segments, until
+from helpers import live_handles, segments, until
 from timing import PROMPT, Noise, check_prompt
 
 from trio_ucx import ucp
-from trio_ucx.ucp._live_handles import live_handles
 
 #: Seconds for one attempt, with what is done after it.
 LIMIT = 20
@@ -145,7 +144,7 @@ async def nothing_is_left() -> AsyncIterator[None]:
         pass  # the first context starts a GPU's drivers, which keep descriptors
 
     def state() -> tuple[dict[str, int], int, int]:
-        return live_handles.counts(), len(os.listdir("/proc/self/fd")), segments()
+        return live_handles(), len(os.listdir("/proc/self/fd")), segments()
 
     before = state()
     yield

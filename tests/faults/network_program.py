@@ -26,14 +26,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import attrs
 import trio
-from helpers import until
+from helpers import live_handles, until
 from peers import ask, say
 from timing import Noise, waited_by
 
 import trio_ucx
 from faults.load import payload
 from trio_ucx import ucp
-from trio_ucx.ucp._live_handles import live_handles
 
 #: The tags of a Connection's flow: its name, its messages.
 NAME, DATA = 0, 2
@@ -425,7 +424,7 @@ def say_end(workers: list[ucp.Worker]) -> None:
     """What is left of everything, when all is closed."""
     missed = sum(worker.statistics().missed_events for worker in workers)
     pending = sum(worker.statistics().operations_in_flight for worker in workers)
-    alive = live_handles.counts()
+    alive = live_handles()
     segments = [name for name in os.listdir("/dev/shm") if f"{os.getpid()}" in name]
     say({"missed": missed, "pending": pending, "alive": alive, "segments": segments})
 

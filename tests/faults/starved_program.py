@@ -34,7 +34,7 @@ from refused_memory import few_allocations
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.ucp._live_handles import live_handles
+from trio_ucx.testing import assert_no_live_handles
 
 #: Seconds that one thing may take while a resource is missing; the longest of trio_ucx's timeouts here is 5.
 BOUND = 8
@@ -713,8 +713,7 @@ def run(case: list[Any]) -> list[Round]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = trio.run(attempt, name, transports, fault, amount, other)
-    gc.collect()
-    assert not live_handles.counts(), f"left: {live_handles.counts()}"
+    assert_no_live_handles()
     left = len(os.listdir("/proc/self/fd")) - before
     assert left <= 0, f"{left} descriptors are left"
     if other is not None:

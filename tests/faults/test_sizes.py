@@ -19,11 +19,11 @@ from typing import Any
 import attrs
 import pytest
 
-from trio_ucx._native import ucx
+from trio_ucx import ucp
 from trio_ucx.ucp._quirks.option_limits import LIMITS, number
 from trio_ucx.ucp._quirks.releases import WELL_CONFIGURABLE
 
-pytestmark = pytest.mark.skipif(ucx.version < WELL_CONFIGURABLE, reason="this UCX is hardly configurable")
+pytestmark = pytest.mark.skipif(ucp.library().version < WELL_CONFIGURABLE, reason="this UCX is hardly configurable")
 
 PROGRAM = Path(__file__).parent / "sizes_program.py"
 #: Seconds that a case may take, and those after which its process is killed.
