@@ -801,32 +801,6 @@ def test_releases_that_do_not_know_each_other_s_loopback() -> None:
                     why_not_shared_memory(ours, theirs)
 
 
-# ---- control frames ----
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [
-        wire.Grant(7, 2**40),
-        wire.Stalled(2**33),
-        wire.Admit(2**31 - 1, 5),
-        wire.Stop(),
-        wire.Goodbye(),
-        wire.GoodbyeAck(),
-        wire.Done(),
-        wire.Hello(),
-    ],
-    ids=lambda frame: type(frame).__name__,
-)
-def test_frames_survive_the_wire(frame: wire.Frame) -> None:
-    data = wire.encode_frame(frame)
-    assert len(data) <= wire.MAX_FRAME
-    assert wire.decode_frame(data) == frame
-    for bad in (b"", data + b"x", b"\xff" + data[1:]):
-        with pytest.raises(wire.ProtocolError):
-            wire.decode_frame(bad)
-
-
 # ---- listeners ----
 
 

@@ -262,33 +262,6 @@ async def test_errno(worker: ucp.Worker, names: dict[str, list[str]]) -> None:
     assert unknown.value.errno == socket.EAI_NONAME
 
 
-async def test_errno_of_unix_sockets(worker: ucp.Worker, tmp_path: Path) -> None:
-    host = f"unix:{tmp_path}/socket"
-    with pytest.raises(FileNotFoundError, match="socket") as caught:
-        await trio_ucx.connect(host, worker=worker).__aenter__()
-    assert caught.value.errno == errno.ENOENT
-    [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=worker)
-    assert listener.address == (host, 0)
-    async with listener:
-        with pytest.raises(OSError, match="socket") as taken:
-            await trio_ucx.open_ucx_listeners(0, host=host, worker=worker)
-        assert taken.value.errno == errno.EADDRINUSE
-        async with trio_ucx.connect(host, worker=worker), await listener.accept() as server:
-            assert server.local_address == (host, 0)
-    assert not (tmp_path / "socket").exists()
-    with contextlib.closing(socket.socket(socket.AF_UNIX)) as dead:
-        dead.bind(f"{tmp_path}/socket")
-    with pytest.raises(ConnectionRefusedError) as refused:
-        await trio_ucx.connect(host, worker=worker).__aenter__()
-    assert refused.value.errno == errno.ECONNREFUSED
-    [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=worker)  # in the place of a dead one
-    async with listener, trio_ucx.connect(host, worker=worker), await listener.accept():
-        pass
-    with pytest.raises(OSError, match="Permission|directory|too long") as caught_other:
-        await trio_ucx.open_ucx_listeners(0, host=f"unix:{tmp_path}/{'x' * 200}", worker=worker)
-    assert caught_other.value.errno
-
-
 async def test_server_goes_on_after_clients_that_fail(transports: str, worker: ucp.Worker) -> None:
     """Clients that are killed at all stages, that say nothing, or nonsense: ``accept`` never raises."""
     served = set()  # sizes: those who are killed may have come through before, with another one

@@ -56,7 +56,12 @@ def test_fields_of_control_frames() -> None:
         fields = frame.format[2:]
         assert len(attrs.fields(frame)) == len(fields), frame
         for values in ([1] * len(fields), [width(field) - 1 for field in fields]):
-            assert wire.decode_frame(struct.pack(frame.format, frame.kind, *values)) == frame(*values)
+            data = struct.pack(frame.format, frame.kind, *values)
+            assert wire.encode_frame(frame(*values)) == data and wire.decode_frame(data) == frame(*values)
+            assert len(data) <= wire.MAX_FRAME
+            for bad in (b"", data + b"x", b"\xff" + data[1:]):
+                with pytest.raises(ProtocolError):
+                    wire.decode_frame(bad)
 
 
 # ---- peer descriptions ----
