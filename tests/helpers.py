@@ -33,6 +33,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,34 @@ async def open_to_peer(way: str, worker: ucp.Worker, said: dict[str, Any]) -> As
 
 
 @asynccontextmanager
+async def open_listener(
+    worker: ucp.Worker | None = None, *, port: int = 0, host: str = "127.0.0.1", **options: Any
+) -> AsyncIterator[trio_ucx.Listener]:
+    """A listener at one address, of this machine unless ``host`` says otherwise."""
+    [listener] = await trio_ucx.open_ucx_listeners(port, host=host, worker=worker, **options)
+    async with listener:
+        yield listener
+
+
+@asynccontextmanager
+async def serving(
+    handler: Callable[[trio_ucx.Connection], Awaitable[object]], worker: ucp.Worker | None = None, **options: Any
+) -> AsyncIterator[trio_ucx.Listener]:
+    """The listener of ``serve_ucx`` on this machine, until the end of the block."""
+    async with trio.open_nursery() as nursery:
+        options = {"host": "127.0.0.1", "worker": worker, **options}
+        [listener] = await nursery.start(partial(trio_ucx.serve_ucx, handler, 0, **options))
+        yield listener
+        nursery.cancel_scope.cancel()
+
+
+async def echo(connection: trio_ucx.Connection, tag: int = 0) -> None:
+    """Sends the messages of a tag back."""
+    async for message in connection.messages(tag):
+        await connection.send(message, tag=tag)
+
+
+@asynccontextmanager
 async def open_pair(
     worker: ucp.Worker, server_worker: ucp.Worker | None = None, *, by: str = "tcp", **options: Any
 ) -> AsyncIterator[tuple[trio_ucx.Connection, trio_ucx.Connection]]:
@@ -233,8 +262,8 @@ async def open_pair(
         host = "127.0.0.1"
         if by == "unix":
             host = f"unix:{stack.enter_context(tempfile.TemporaryDirectory())}/socket"
-        [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=server_worker or worker, **options)
-        stack.push_async_callback(listener.aclose)
+        listening = open_listener(server_worker or worker, host=host, **options)
+        listener = await stack.enter_async_context(listening)
         client = None
         try:
             client = await trio_ucx.connect(listener.address, worker=worker, **options).__aenter__()

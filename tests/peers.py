@@ -19,8 +19,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+import helpers
 import trio
-from helpers import live_handles, open_raw_endpoint, open_raw_listener, open_to_peer, pattern, resident
+from helpers import live_handles, open_listener, open_raw_endpoint, open_raw_listener, open_to_peer, pattern, resident
 from shared_queue import take_an_element
 from tcp_sockets import is_full, tcp_sockets
 from timing import Noise, waited_by
@@ -135,12 +136,8 @@ async def limited(megabytes: int) -> None:
 async def drained(port: int, timeout: float) -> None:
     """Sends every message back. SIGTERM drains it, and then it ends."""
 
-    async def handler(connection: trio_ucx.Connection) -> None:
-        async for message in connection.messages():
-            await connection.send(message)
-
     async with trio.open_nursery() as nursery:
-        serve = partial(trio_ucx.serve_ucx, handler, port, host="127.0.0.1", drain_on_signal=timeout)
+        serve = partial(trio_ucx.serve_ucx, helpers.echo, port, host="127.0.0.1", drain_on_signal=timeout)
         await nursery.start(serve)
         say("ready")
 
@@ -567,8 +564,7 @@ async def busy(address: list[Any], transports: str) -> None:
     ready = False
     say("begins")
     async with ucp.open_worker(config={"TLS": transports}) as worker:
-        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-        async with listener:
+        async with open_listener(worker):
             while True:
                 async with trio_ucx.connect(tuple(address), worker=worker) as connection:
                     for number in range(20):
@@ -1038,10 +1034,7 @@ async def watcher(host: str | None, cases: list[list[Any]]) -> None:
         options = {"keepalive_interval": cases[number][1]}
         async with ucp.open_worker() as worker:
             if address is None:
-                [listener] = await trio_ucx.open_ucx_listeners(
-                    0, host=host, worker=worker, allow_anyone=True, **options
-                )
-                async with listener:
+                async with open_listener(worker, host=host, allow_anyone=True, **options) as listener:
                     task_status.started(listener.address)
                     connection = await listener.accept()
             else:

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from helpers import open_listener
 from samples import ALL, with_checksum
 
 import trio_ucx
@@ -145,8 +146,7 @@ def test_types_that_are_no_addresses(wrong: Any) -> None:
 
 async def test_what_listeners_give_and_connect_takes(worker: ucp.Worker, tmp_path: Path) -> None:
     for host in "127.0.0.1", f"unix:{tmp_path}/socket":
-        [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=worker)
-        async with listener:
+        async with open_listener(worker, host=host) as listener:
             text = trio_ucx.format_address(listener.address)
             assert trio_ucx.parse_address(text) == listener.address
             with trio.fail_after(15):

@@ -21,7 +21,7 @@ import attrs
 import pytest
 import trio
 import trustme
-from helpers import Certificates, Rounds, pattern, until
+from helpers import Certificates, Rounds, open_listener, pattern, until
 from timing import PROMPT, Stopwatch
 
 import trio_ucx
@@ -41,14 +41,6 @@ KEY = b"correct horse battery staple"
 OTHER_KEY = b"16 other letters"
 HEAD = struct.Struct("<IB")
 PREAMBLE = 44
-
-
-@asynccontextmanager
-async def listening(worker: ucp.Worker, host: str = "127.0.0.1", **options: Any) -> AsyncIterator[trio_ucx.Listener]:
-    """A listener that accepts unprivileged, if the test does not."""
-    [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=worker, **options)
-    async with listener:
-        yield listener
 
 
 @contextlib.contextmanager
@@ -107,7 +99,7 @@ def contexts(authority: trustme.CA, *names: str) -> Certificates:
 
 
 async def test_tls(worker: ucp.Worker, certificates: Certificates) -> None:
-    async with listening(worker, ssl_context=certificates.server) as listener:
+    async with open_listener(worker, ssl_context=certificates.server) as listener:
         port = listener.address[1]
         context = certificates.client
         await expect_works(worker, listener, ("localhost", port), ssl_context=context)
@@ -133,7 +125,7 @@ async def test_client_certificates(worker: ucp.Worker, version: ssl.TLSVersion) 
     context = contexts(ours, "localhost")
     context.server.verify_mode = ssl.CERT_REQUIRED
     context.server.maximum_version = context.server.minimum_version = version
-    async with listening(worker, ssl_context=context.server, connect_timeout=3) as listener:
+    async with open_listener(worker, ssl_context=context.server, connect_timeout=3) as listener:
         for authority in (None, other):
             client = contexts(ours, "client").client
             if authority is not None:
@@ -157,7 +149,7 @@ async def test_certificates_are_required_also_with_post_handshake_auth(
     context.server.verify_mode = ssl.CERT_REQUIRED
     context.server.post_handshake_auth = True
     given = {"authkey": options.get("authkey"), "ssl_context": context.client, "server_hostname": "localhost"}
-    async with listening(worker, ssl_context=context.server, **options) as listener:
+    async with open_listener(worker, ssl_context=context.server, **options) as listener:
         with pytest.raises(trio_ucx.NotAdmitted, match="requires a certificate"):
             await trio_ucx.connect(listener.address, worker=worker, **given).__aenter__()
         await expect_nothing_left(worker, listener, 1)
@@ -192,7 +184,7 @@ async def test_resumed_tls_session(
     authority.configure_trust(client)
     authority.issue_cert("client@example.org").configure_cert(client)
     options = {"ssl_context": client, "server_hostname": "localhost"}
-    async with listening(worker, ssl_context=server) as listener:
+    async with open_listener(worker, ssl_context=server) as listener:
         first = await trio_ucx.connect(listener.address, worker=worker, **options).__aenter__()
         client.session = client.last.session
         if mode == ssl.CERT_NONE:
@@ -211,11 +203,11 @@ async def test_only_one_side_with_tls(
 ) -> None:
     caplog.set_level("INFO", "trio_ucx")
     for key in (None, KEY):
-        async with listening(worker, ssl_context=certificates.server, authkey=key) as listener:
+        async with open_listener(worker, ssl_context=certificates.server, authkey=key) as listener:
             with Stopwatch(2), pytest.raises(trio_ucx.NotAdmitted, match="wants TLS: connect with ssl_context="):
                 await trio_ucx.connect(listener.address, worker=worker, authkey=key).__aenter__()
             await expect_nothing_left(worker, listener, 1)
-        async with listening(worker, authkey=key) as listener:
+        async with open_listener(worker, authkey=key) as listener:
             with Stopwatch(2), pytest.raises(trio_ucx.NotAdmitted, match="does the listener have an ssl_context"):
                 await trio_ucx.connect(
                     listener.address,
@@ -238,7 +230,7 @@ async def test_deadline_in_the_tls_handshake(worker: ucp.Worker, certificates: C
                 server_hostname="localhost",
                 connect_timeout=1,
             ).__aenter__()
-    async with listening(worker, ssl_context=certificates.server, connect_timeout=0.3) as listener:
+    async with open_listener(worker, ssl_context=certificates.server, connect_timeout=0.3) as listener:
         for begin in (b"", b"\x16", b"\x16\x03\x01\x02\x00\x01"):
             async with await trio.open_tcp_stream(*listener.address) as slow:
                 with Stopwatch(3), trio.fail_after(60), contextlib.suppress(trio.BrokenResourceError):
@@ -260,7 +252,7 @@ async def test_strangers_do_not_shut_out_clients(
         certificates.client.wrap_bio(ssl.MemoryBIO(), hello, server_hostname="localhost").do_handshake()
     begin = hello.read()
     held: deque[socket.socket] = deque()
-    async with listening(worker, ssl_context=certificates.server, authkey=KEY) as listener:
+    async with open_listener(worker, ssl_context=certificates.server, authkey=KEY) as listener:
         async with in_the_middle(listener.address) as proxy, trio.open_nursery() as nursery, AsyncExitStack() as stack:
             proxy.delay = 0.02
 
@@ -317,7 +309,7 @@ async def test_many_sources_do_not_shut_out_slow_clients(
     first = b"\x16" if tls else MAGIC[:1]
     opened = 0
     async with (
-        listening(worker, ssl_context=certificates.server if tls else None, authkey=KEY) as listener,
+        open_listener(worker, ssl_context=certificates.server if tls else None, authkey=KEY) as listener,
         trio.open_nursery() as nursery,
     ):
 
@@ -354,7 +346,7 @@ async def test_many_sources_do_not_shut_out_slow_clients(
 async def test_client_that_hangs_up_in_the_tls_handshake(worker: ucp.Worker, certificates: Certificates) -> None:
     """As health checks do. Nobody else is affected."""
     hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc"
-    async with listening(worker, ssl_context=certificates.server) as listener:
+    async with open_listener(worker, ssl_context=certificates.server) as listener:
 
         def clients() -> int:
             return listener.statistics().handshaking + listener.statistics().refused
@@ -372,7 +364,9 @@ async def test_client_that_hangs_up_in_the_tls_handshake(worker: ucp.Worker, cer
 
 async def test_tls_and_authkey_at_a_unix_socket(worker: ucp.Worker, certificates: Certificates, tmp_path: Path) -> None:
     """With TLS at a Unix socket, the client must say which name the certificate has to have."""
-    async with listening(worker, f"unix:{tmp_path}/socket", ssl_context=certificates.server, authkey=KEY) as listener:
+    async with open_listener(
+        worker, host=f"unix:{tmp_path}/socket", ssl_context=certificates.server, authkey=KEY
+    ) as listener:
         options = {"ssl_context": certificates.client, "server_hostname": "localhost"}
         await expect_works(worker, listener, authkey=KEY, **options)
         for wrong in ({"authkey": OTHER_KEY, **options}, {"authkey": KEY}, options):
@@ -529,7 +523,7 @@ async def expect_all_refused(
 @pytest.mark.parametrize("transports", ["tcp"])
 async def test_changed_byte_with_authkey(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every place of the exchange, in both directions."""
-    async with listening(worker, authkey=KEY, connect_timeout=0.5) as listener:
+    async with open_listener(worker, authkey=KEY, connect_timeout=0.5) as listener:
         options: dict[str, Any] = {"authkey": KEY, "connect_timeout": 0.5}
         said = await record_exchange(worker, listener, **options)
         before, last = [], []
@@ -554,7 +548,7 @@ async def test_changed_byte_with_tls(
 
     But TLS ignores the version in the head of an unencrypted record, and ChangeCipherSpec altogether.
     """
-    async with listening(worker, ssl_context=certificates.server, connect_timeout=0.5) as listener:
+    async with open_listener(worker, ssl_context=certificates.server, connect_timeout=0.5) as listener:
         options: dict[str, Any] = {
             "ssl_context": certificates.client,
             "server_hostname": "localhost",
@@ -586,7 +580,7 @@ async def test_changed_byte_with_tls(
 
 async def test_man_in_the_middle_who_changes_nothing(worker: ucp.Worker, certificates: Certificates) -> None:
     """Nobody notices; under TLS the peer descriptions that the sides send are not readable."""
-    async with listening(worker, ssl_context=certificates.server, authkey=KEY) as listener:
+    async with open_listener(worker, ssl_context=certificates.server, authkey=KEY) as listener:
         said = await record_exchange(
             worker, listener, ssl_context=certificates.client, server_hostname="localhost", authkey=KEY
         )
@@ -601,7 +595,7 @@ async def test_recorded_exchange_cannot_be_played_again(
 ) -> None:
     tls = {"ssl_context": certificates.server} if with_tls else {}
     timeout = 0.5 if with_tls else 10  # under TLS only this ends an exchange that is played again
-    async with listening(worker, authkey=None if with_tls else KEY, connect_timeout=timeout, **tls) as listener:
+    async with open_listener(worker, authkey=None if with_tls else KEY, connect_timeout=timeout, **tls) as listener:
         options: dict[str, Any] = {"authkey": None if with_tls else KEY}
         if with_tls:
             options |= {"ssl_context": certificates.client, "server_hostname": "localhost"}
@@ -660,7 +654,7 @@ async def test_keys_that_differ(
 ) -> None:
     """Both sides report it, and neither has sent the other its peer description."""
     caplog.set_level("INFO", "trio_ucx")
-    async with listening(worker, authkey=server_key) as listener, counted_endpoints(monkeypatch) as made:
+    async with open_listener(worker, authkey=server_key) as listener, counted_endpoints(monkeypatch) as made:
         async with in_the_middle(listener.address) as proxy:
             with Stopwatch(2), pytest.raises(trio_ucx.NotAdmitted, match=words):
                 await trio_ucx.connect(proxy.address, worker=worker, authkey=client_key).__aenter__()
@@ -677,7 +671,7 @@ async def test_keys_that_differ(
 async def test_authkey(worker: ucp.Worker, transports: str) -> None:
     async with ucp.open_worker(config={"TLS": transports}) as other:
         for key in (OTHER_KEY, KEY, bytes(1000), bytearray(b"a key in a bytearray")):
-            async with listening(worker, authkey=key) as listener:
+            async with open_listener(worker, authkey=key) as listener:
                 await expect_works(other, listener, authkey=key)
     for bad, kind in (("text", TypeError), (b"", ValueError), (OTHER_KEY[1:], ValueError), (7, TypeError)):
         words = "authkey must be bytes" if kind is TypeError else r"authkey has \d+ bytes.* secrets\.token_bytes\(32\)"
@@ -713,7 +707,7 @@ WITHOUT_THE_KEY = {
 @pytest.mark.parametrize("what", WITHOUT_THE_KEY)
 @pytest.mark.parametrize("flags", [0, 1])
 async def test_unauthenticated_client_learns_nothing(worker: ucp.Worker, what: str, flags: int) -> None:
-    async with listening(worker, authkey=KEY, connect_timeout=0.3) as listener:
+    async with open_listener(worker, authkey=KEY, connect_timeout=0.3) as listener:
         async with await trio.open_tcp_stream(*listener.address) as stream:
             got = bytearray()
             with trio.fail_after(15), contextlib.suppress(trio.BrokenResourceError):
@@ -729,7 +723,7 @@ async def test_unauthenticated_client_learns_nothing(worker: ucp.Worker, what: s
 async def test_client_does_not_learn_internal_errors(
     worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with listening(worker, authkey=KEY) as listener:
+    async with open_listener(worker, authkey=KEY) as listener:
         monkeypatch.setattr(server_side.Acceptor, "_has_place", lambda _: {}["secret"])
         with pytest.raises(ConnectionRefusedError, match="an internal error") as caught:
             await trio_ucx.connect(listener.address, authkey=KEY, worker=worker).__aenter__()
@@ -744,7 +738,7 @@ async def test_client_does_not_learn_internal_errors(
 async def test_unix_socket(worker: ucp.Worker, tmp_path: Path) -> None:
     path = tmp_path / "socket"
     for _ in range(2):
-        async with listening(worker, f"unix:{path}") as listener:
+        async with open_listener(worker, host=f"unix:{path}") as listener:
             assert listener.address == (f"unix:{path}", 0) and path.is_socket()
             for address in (listener.address, f"unix:{path}"):
                 client, server = await exchange(worker, listener, address)
@@ -765,7 +759,7 @@ async def test_path_that_is_taken(worker: ucp.Worker, tmp_path: Path) -> None:
     with pytest.raises(ConnectionRefusedError) as refused:
         await trio_ucx.connect(f"unix:{path}", worker=worker).__aenter__()
     assert refused.value.errno == errno.ECONNREFUSED
-    async with listening(worker, f"unix:{path}") as listener:
+    async with open_listener(worker, host=f"unix:{path}") as listener:
         await expect_works(worker, listener)
         for _ in range(3):  # it does not disturb the listener
             with pytest.raises(OSError, match="another process has bound it already") as caught:
@@ -882,7 +876,7 @@ async def test_path_that_a_client_is_bound_to(
 ) -> None:
     """Text that moves a terminal's cursor, or is not UTF-8, is shown without those characters."""
     caplog.set_level("INFO", "trio_ucx")
-    async with listening(worker, f"unix:{tmp_path}/socket") as listener:
+    async with open_listener(worker, host=f"unix:{tmp_path}/socket") as listener:
         for number, part in enumerate((b"\x1b[2J\n", "\u202e\u009b".encode(), b"\xff")):
             path = os.fsencode(tmp_path) + b"/" + str(number).encode() + part
             shown = f"unix:{tmp_path}/{number}"
@@ -913,9 +907,9 @@ async def test_path_that_a_client_is_bound_to(
 
 async def test_path_of_a_successor_is_kept(worker: ucp.Worker, tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    async with listening(worker, f"unix:{path}"):
+    async with open_listener(worker, host=f"unix:{path}"):
         path.unlink()
-        async with listening(worker, f"unix:{path}") as successor:
+        async with open_listener(worker, host=f"unix:{path}") as successor:
             pass
         assert not path.exists()
         path.write_text("precious")
@@ -945,7 +939,7 @@ async def test_permissions_of_the_path(worker: ucp.Worker) -> None:
 async def check_permissions(worker: ucp.Worker, tmp_path: Path) -> None:
     path = tmp_path / "socket"
     tmp_path.chmod(0o755)
-    async with listening(worker, f"unix:{path}") as listener:
+    async with open_listener(worker, host=f"unix:{path}") as listener:
         path.chmod(0)
         with unprivileged(), pytest.raises(PermissionError, match="unix:") as caught:
             await trio_ucx.connect(listener.address, worker=worker).__aenter__()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
-from helpers import open_pair, open_raw_listener, open_raw_pair, pattern, tasks_begin, until
+from helpers import open_listener, open_pair, open_raw_listener, open_raw_pair, pattern, tasks_begin, until
 from refused_memory import few_allocations
 
 import trio_ucx
@@ -562,8 +562,7 @@ async def test_local_address(worker: ucp.Worker) -> None:
 
 async def test_no_transport_in_common() -> None:
     async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
-        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-        async with listener, ucp.open_worker(config={"TLS": "sm,self"}) as other:
+        async with open_listener(worker) as listener, ucp.open_worker(config={"TLS": "sm,self"}) as other:
             with pytest.raises(trio_ucx.NotAdmitted, match=r"no shared memory.*no other transport: add tcp"):
                 await trio_ucx.open_ucx_stream(*listener.address, worker=other)
 

@@ -11,7 +11,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import nothing_happens, open_pair, open_raw_listener, until
+from helpers import nothing_happens, open_listener, open_pair, open_raw_listener, until
 from injected_faults import break_worker, lose_completions
 from peers import REMOTE
 from timing import Stopwatch
@@ -205,6 +205,5 @@ async def test_closes_of_connections(transports: str, how: str, monkeypatch: pyt
 async def test_another_shared_worker_takes_the_place_of_a_broken_one() -> None:
     broken = shared_worker()
     break_worker(broken)
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1")
-    async with listener, trio_ucx.connect(listener.address) as client, await listener.accept():
+    async with open_listener() as listener, trio_ucx.connect(listener.address) as client, await listener.accept():
         assert client.worker is listener.worker is not broken

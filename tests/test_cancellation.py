@@ -15,6 +15,7 @@ from helpers import (
     assert_pinned,
     assert_transports,
     live_handles,
+    open_listener,
     open_pair,
     open_peer,
     open_raw_endpoint,
@@ -306,8 +307,7 @@ async def test_connect_to_a_peer_that_says_no_hello(worker: ucp.Worker, transpor
 
 
 async def test_accept(worker: ucp.Worker) -> None:
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-    async with listener, await open_raw_listener(worker) as raw:
+    async with open_listener(worker) as listener, await open_raw_listener(worker) as raw:
         await cancelled_promptly(listener.accept)
         await cancelled_promptly(raw.accept_request)
         async with trio_ucx.connect(listener.address, worker=worker) as client:

@@ -20,7 +20,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import open_raw_listener, open_raw_pair, until
+from helpers import open_listener, open_raw_listener, open_raw_pair, until
 
 import trio_ucx
 import trio_ucx.anyio
@@ -172,8 +172,7 @@ async def use_open_ucx_listeners(stage: Stage) -> None:
     for _ in range(2):
         with assert_checkpoints():
             await listener.aclose()
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=stage.worker)
-    async with listener:
+    async with open_listener(stage.worker) as listener:
         # Entering does nothing: Trio's own AsyncResource has no checkpoint there, either.
         manager = listener.__aexit__(None, None, None)
         with assert_checkpoints():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import expect_closed, open_pair, open_raw_listener, open_raw_pair, until
+from helpers import expect_closed, open_listener, open_pair, open_raw_listener, open_raw_pair, until
 from injected_faults import close_worker, close_worker_at_once
 
 import trio_ucx
@@ -66,8 +66,7 @@ async def test_connecting_while_the_worker_closes(
     worker: ucp.Worker, transports: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the exchange, and while the peer's HELLO is awaited."""
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-    async with listener:
+    async with open_listener(worker) as listener:
         for _ in range(4):
             async with ucp.open_worker(config={"TLS": transports}) as other, trio.open_nursery() as nursery:
                 nursery.start_soon(expect_closed, lambda: trio_ucx.open_ucx_stream(*listener.address, worker=other))

@@ -21,6 +21,7 @@ from helpers import (
     assert_free,
     expect_closed,
     nothing_happens,
+    open_listener,
     open_pair,
     open_peer,
     open_raw_listener,
@@ -644,8 +645,7 @@ async def test_large_send_that_the_closing_peer_does_not_take(worker: ucp.Worker
 
 
 async def test_cancelled_connect_leaves_no_connection(worker: ucp.Worker) -> None:
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-    async with listener:
+    async with open_listener(worker) as listener:
         for moment in range(20):
             with trio.move_on_after(moment * 0.0001):
                 connection = await trio_ucx.connect(listener.address, worker=worker).__aenter__()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import Certificates, until
+from helpers import Certificates, open_listener, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -227,10 +227,7 @@ async def flood_of(kind: str, stream: trio.SocketStream, context: ssl.SSLContext
 @pytest.mark.parametrize("kind", FLOODS)
 async def test_strangers(kind: str, worker: ucp.Worker, certificates: Certificates) -> None:
     """They are cut off, and leave no garbage for the collector."""
-    [listener] = await trio_ucx.open_ucx_listeners(
-        0, host="127.0.0.1", worker=worker, ssl_context=certificates.server, connect_timeout=3
-    )
-    async with listener:
+    async with open_listener(worker, ssl_context=certificates.server, connect_timeout=3) as listener:
         with without_collector() as kept:
             stream = await trio.open_tcp_stream(*listener.address)
             await expect_cut_off(stream, await flood_of(kind, stream, certificates.client, True))
@@ -271,8 +268,7 @@ async def test_false_listeners(kind: str, worker: ucp.Worker, certificates: Cert
 @pytest.mark.parametrize("kind", AFTER)
 async def test_open_connections(kind: str, is_client: bool, worker: ucp.Worker, certificates: Certificates) -> None:
     """The connection ends and keeps no memory, whichever side floods."""
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, ssl_context=certificates.server)
-    async with listener:
+    async with open_listener(worker, ssl_context=certificates.server) as listener:
         with without_collector() as kept:
             client = await trio_ucx.open_ucx_stream(
                 *listener.address, worker=worker, ssl_context=certificates.client, server_hostname="localhost"

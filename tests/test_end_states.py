@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from helpers import open_pair, open_peer, until
+from helpers import open_listener, open_pair, open_peer, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -103,8 +103,10 @@ async def after(fault: str, worker: ucp.Worker, transports: str) -> AsyncIterato
             for side in (ours, theirs):
                 side.abort()
         return
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-    async with listener, open_peer("client_of", list(listener.address), 7, transports=transports) as peer:
+    async with (
+        open_listener(worker) as listener,
+        open_peer("client_of", list(listener.address), 7, transports=transports) as peer,
+    ):
         ours = await listener.accept()
         assert await ours.receive(tag=1) == b"7"
         await ours.send(b"x", tag=5)

@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from helpers import Rounds
+from helpers import Rounds, open_listener
 
 import trio_ucx
 from trio_ucx import ucp
@@ -1121,8 +1121,7 @@ async def test_worker_stays_open_while_a_client_connects_from_it(
 
     monkeypatch.setattr(_Destination, "open_socket", slow)
     async with ucp.open_worker(config={"TLS": transports}) as server:
-        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=server)
-        async with listener:
+        async with open_listener(server) as listener:
             raw = await worker.open_endpoint(server.address)  # the two workers have no endpoint that both can use
             try:
                 (await trio_ucx.open_ucx_stream(*listener.address, worker=worker)).abort()

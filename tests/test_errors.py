@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from helpers import open_pair
+from helpers import open_listener, open_pair
 from injected_faults import break_deliveries
 
 import trio_ucx
@@ -107,8 +107,7 @@ async def test_what_was_closed_and_who_was_lost_are_named(worker: ucp.Worker, tm
             await function(*arguments)
 
     with trio.fail_after(15):
-        [listener] = await trio_ucx.open_ucx_listeners(0, host=f"unix:{tmp_path}/socket", worker=worker)
-        async with listener:
+        async with open_listener(worker, host=f"unix:{tmp_path}/socket") as listener:
             client = await trio_ucx.connect(listener.address, worker=worker).__aenter__()
             server = await listener.accept()
             async with trio.open_nursery() as nursery:

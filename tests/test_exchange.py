@@ -12,7 +12,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import expect_closed, free_port, open_raw_listener, pattern, until
+from helpers import expect_closed, free_port, open_listener, open_raw_listener, pattern, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import ALL, HOST, NETWORK, ONLY_SHARED, SAMPLES, description_with, some_description, with_checksum
@@ -833,8 +833,7 @@ async def test_backlog(worker: ucp.Worker) -> None:
 
 
 async def test_exchanges_advance_without_anybody_accepting(worker: ucp.Worker) -> None:
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-    async with listener:
+    async with open_listener(worker) as listener:
         clients = [await trio_ucx.open_ucx_stream(*listener.address, worker=worker) for _ in range(5)]
         for number, client in enumerate(clients):
             await client.send(bytes([number]))

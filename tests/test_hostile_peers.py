@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import Certificates, open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import Certificates, open_listener, open_pair, open_peer, open_raw_pair, pattern, until
 from injected_faults import delay_handshakes, has_unexpected_messages, send_false_threshold, send_to_queue
 from timing import PROMPT, Stopwatch
 
@@ -184,8 +184,7 @@ async def test_client_that_sends_something_instead_of_hello(
     if "before TAKE" in what:
         delay_handshakes(monkeypatch, Taken, partial(trio.sleep, 0.3))
     async with ucp.open_worker() as liar:
-        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-        async with listener:
+        async with open_listener(worker) as listener:
             # The server's HELLO opens the connection for the liar.
             with trio.fail_after(15), pytest.raises((OSError, trio.BrokenResourceError), match="refused|aborted"):
                 async with trio_ucx.connect(listener.address, worker=liar) as client:
@@ -309,8 +308,7 @@ async def test_threshold_too_low(worker: ucp.Worker, threshold: int, monkeypatch
     async with unharmed(worker), ucp.open_worker(config={"TLS": "tcp"}) as liar:
         send_false_threshold(liar, threshold, monkeypatch)
         for ours, theirs in ((worker, liar), (liar, worker)):
-            [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=theirs)
-            async with listener:
+            async with open_listener(theirs) as listener:
                 with pytest.raises(trio_ucx.NotAdmitted, match=f"UCX_RNDV_THRESH\\) of {threshold} bytes"):
                     await trio_ucx.open_ucx_stream(*listener.address, worker=ours)
         assert internals(worker).tag_dispatch.small == 1024

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import Peer, open_peer, until
+from helpers import Peer, echo, open_listener, open_peer, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -70,11 +70,6 @@ async def test_interrupted_before_anything_is_up(transports: str) -> None:
                 await interrupt(program, "begins", delay)
 
 
-async def echo(connection: trio_ucx.Connection) -> None:
-    async for message in connection.messages():
-        await connection.send(message)
-
-
 async def serve(handler: Handler, task_status: trio.TaskStatus[Any]) -> None:
     await trio_ucx.serve_ucx(handler, 0, host="127.0.0.1", task_status=task_status)
 
@@ -84,8 +79,7 @@ async def serve_with_anyio(handler: Handler, task_status: trio.TaskStatus[Any]) 
         async with stream:
             await handler(stream.connection)
 
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1")
-    async with listener:
+    async with open_listener() as listener:
         task_status.started(listener)
         await UCXListener(listener).serve(handle)
 

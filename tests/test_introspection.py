@@ -13,6 +13,7 @@ import trio
 from helpers import (
     assert_transports,
     free_port,
+    open_listener,
     open_pair,
     open_peer,
     open_raw_endpoint,
@@ -201,8 +202,7 @@ async def test_error_mode_failover(worker: ucp.Worker, monkeypatch: pytest.Monke
 async def test_local_address(worker: ucp.Worker, how: str) -> None:
     """The server is at one address of this machine, and sees that the client comes from another."""
     mine = own_address()
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-    async with listener:
+    async with open_listener(worker) as listener:
         if how == "connect":
             client = await trio_ucx.connect(listener.address, worker=worker, local_address=mine).__aenter__()
         else:

@@ -28,7 +28,7 @@ import attrs
 import pytest
 import trio
 from attacked_server import AttackedServer, open_attacked_server
-from helpers import free_port, open_pair, open_peer, open_raw_pair, until
+from helpers import free_port, open_listener, open_pair, open_peer, open_raw_pair, until
 from injected_faults import delay_handshakes, have_an_unknown_address_layout, miss_an_import, miss_where_ucx_listens
 from networks import Host, as_user, open_network
 from samples import some_description
@@ -316,8 +316,7 @@ async def test_ucx_connects_before_take_is_read(
 
 async def test_a_refused_client_leaves_no_keys(monkeypatch: pytest.MonkeyPatch, worker: ucp.Worker) -> None:
     with recorded_pairs(monkeypatch) as pairs:
-        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, authkey=b"a key of 16 bytes")
-        async with listener:
+        async with open_listener(worker, authkey=b"a key of 16 bytes") as listener:
             with pytest.raises(trio_ucx.NotAdmitted):
                 async with trio_ucx.connect(listener.address, authkey=b"another, of 16 bytes"):
                     pass
@@ -986,8 +985,7 @@ async def test_no_port_is_left() -> None:
         first.close()
         async with ucp.open_worker(config=config) as worker:
             assert internals(worker).key_gate._ports == [("127.0.0.1", free)]
-            [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, isolate=True)
-            async with listener:
+            async with open_listener(worker, isolate=True) as listener:
                 with pytest.raises(ConnectionRefusedError, match="no free port for UCX's TCP transport"):
                     async with trio_ucx.connect(listener.address):
                         pass

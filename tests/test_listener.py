@@ -21,7 +21,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import Certificates, expect_closed, free_port, open_peer, pattern, until
+from helpers import Certificates, echo, expect_closed, free_port, open_listener, open_peer, pattern, serving, until
 from injected_faults import fail_accepts
 from timing import PROMPT, Stopwatch, cancelled_after
 
@@ -35,7 +35,6 @@ from trio_ucx._handshake.registry import WorkerConnections
 from trio_ucx._handshake.server import RESERVED_DESCRIPTORS
 from trio_ucx._link import Options
 from trio_ucx._rules.wire import MAGIC, VERSION
-from trio_ucx.ucp._address import format_address
 
 
 @attrs.frozen
@@ -170,24 +169,16 @@ async def test_either_family(worker: ucp.Worker, host: str) -> None:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(client.send, pattern(size, size))
                     assert await server.receive() == pattern(size, size)
-    async with trio.open_nursery() as nursery:  # as a string, too
-        [listener] = await nursery.start(
-            partial(trio_ucx.serve_ucx, answer_once, 0, host=host, worker=worker)  # type: ignore[arg-type]
-        )
-        async with trio_ucx.connect(format_address(listener.address), worker=worker) as client:
+    async with serving(echo, worker, host=host) as listener:  # as a string, too
+        async with trio_ucx.connect(trio_ucx.format_address(listener.address), worker=worker) as client:
             await client.send(b"well?")
             assert await client.receive() == b"well?"
-        nursery.cancel_scope.cancel()
-
-
-async def answer_once(connection: trio_ucx.Connection) -> None:
-    await connection.send(await connection.receive())
 
 
 async def test_every_interface(worker: ucp.Worker) -> None:
     """Without a host there is a listener for each family, at one port, with the same worker."""
     async with trio.open_nursery() as nursery:
-        listeners = await nursery.start(partial(trio_ucx.serve_ucx, answer_once, 0, worker=worker))
+        listeners = await nursery.start(partial(trio_ucx.serve_ucx, echo, 0, worker=worker))
         assert sorted(listener.address[0] for listener in listeners) == ["0.0.0.0", "::"]
         assert listeners[0].address[1] == listeners[1].address[1] != 0
         port = listeners[0].address[1]
@@ -225,8 +216,7 @@ async def test_server_gets_its_port_back(worker: ucp.Worker) -> None:
     async with ucp.open_worker(config={"TLS": "tcp"}) as other:
         async with listener, trio_ucx.connect(address, worker=other), await listener.accept() as server:
             server.abort()  # the side that closes first keeps the address
-    [again] = await trio_ucx.open_ucx_listeners(address[1], host="127.0.0.1", worker=worker)
-    async with again, trio_ucx.connect(address, worker=worker) as client:
+    async with open_listener(worker, port=address[1]), trio_ucx.connect(address, worker=worker) as client:
         await client.send(b"x")
 
 
@@ -274,12 +264,7 @@ async def test_server_goes_on_after_clients_that_fail(transports: str, worker: u
         except trio.BrokenResourceError:
             pass
 
-    async with trio.open_nursery() as nursery:
-        [listener] = await nursery.start(
-            lambda task_status: trio_ucx.serve_ucx(
-                handler, 0, host="127.0.0.1", worker=worker, connect_timeout=60, task_status=task_status
-            )
-        )
+    async with serving(handler, worker, connect_timeout=60) as listener:
 
         async def killed(delay: float) -> None:
             async with open_peer("reconnecting_client", list(listener.address), transports=transports) as peer:
@@ -301,7 +286,6 @@ async def test_server_goes_on_after_clients_that_fail(transports: str, worker: u
                 await client.send(pattern(1000))
                 assert await client.receive() == pattern(1000)
         await until(lambda: 1000 in served)
-        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.sample(1)
@@ -378,10 +362,7 @@ async def test_many_clients_at_once(worker: ucp.Worker, monkeypatch: pytest.Monk
     monkeypatch.setattr(server_side, "MAX_EXCHANGES", 3)
     monkeypatch.setattr(server_side, "GRACE", 60)
     key = b"correct horse battery staple"
-    async with trio.open_nursery() as nursery:
-        [listener] = await nursery.start(
-            partial(trio_ucx.serve_ucx, answer_once, 0, host="127.0.0.1", worker=worker, authkey=key)  # type: ignore[arg-type]
-        )
+    async with serving(echo, worker, authkey=key) as listener:
 
         async def client() -> None:
             async with trio_ucx.connect(listener.address, worker=worker, authkey=key, connect_timeout=60) as connection:
@@ -392,7 +373,6 @@ async def test_many_clients_at_once(worker: ucp.Worker, monkeypatch: pytest.Monk
             for _ in range(300):
                 clients.start_soon(client)
         assert listener.statistics() == trio_ucx.ListenerStatistics(0, 0, 300, 0)
-        nursery.cancel_scope.cancel()
 
 
 @attrs.define(eq=False)
@@ -546,8 +526,10 @@ async def test_reason_of_a_listener_that_has_closed_its_socket(worker: ucp.Worke
 @pytest.mark.parametrize("moment", ["it is let in", "it waits for a place"])
 async def test_reason_why_a_connecting_client_is_turned_away(worker: ucp.Worker, why: str, moment: str) -> None:
     """The listener closes, or its connect_timeout ends."""
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, backlog=1)
-    async with listener, trio_ucx.connect(listener.address, worker=worker, close_timeout=0) as first:
+    async with (
+        open_listener(worker, backlog=1) as listener,
+        trio_ucx.connect(listener.address, worker=worker, close_timeout=0) as first,
+    ):
         acceptor = listener._acceptor
         await until(lambda: listener.statistics().waiting == 1)
         if why != "the listener closed":
@@ -601,8 +583,7 @@ async def test_full_queue_of_a_unix_socket(worker: ucp.Worker, tmp_path: Path) -
         stack.enter_context(socket.socket(socket.AF_UNIX)).connect(path)
         with pytest.raises(TimeoutError, match=path):
             await trio_ucx.connect(f"unix:{path}", worker=worker, connect_timeout=0.1).__aenter__()
-    [listener] = await trio_ucx.open_ucx_listeners(0, host=f"unix:{path}", worker=worker, backlog=1)
-    async with listener:
+    async with open_listener(worker, host=f"unix:{path}", backlog=1):
         with contextlib.ExitStack() as stack:
             for _ in range(8):  # before the listener can accept any: the queue is longer than the backlog
                 one = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -641,8 +622,7 @@ async def test_isolated_connections_to_a_suspended_peer_close_together(transport
     async with AsyncExitStack() as stack:
         async with AsyncExitStack() as closing:
             worker = await closing.enter_async_context(ucp.open_worker(config={"TLS": transports}))
-            [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, isolate=True)
-            async with listener:
+            async with open_listener(worker, isolate=True) as listener:
                 peer = await stack.enter_async_context(
                     open_peer("clients_of", listener.address, count, transports=transports)
                 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from helpers import SANITIZED, Peer, assert_transports, open_pair, open_peer, pattern
+from helpers import SANITIZED, Peer, assert_transports, open_listener, open_pair, open_peer, pattern
 
 import trio_ucx
 from trio_ucx import ucp
@@ -222,8 +222,7 @@ IPV6 = pytest.mark.skipif(
 @IPV6
 async def test_ipv6() -> None:
     async with ucp.open_worker(config={"TLS": "tcp", "TCP_AF_PRIO": "inet6,inet"}) as worker:
-        [listener] = await trio_ucx.open_ucx_listeners(0, host="::1", worker=worker)
-        async with listener:
+        async with open_listener(worker, host="::1") as listener:
             for address in (f"[::1]:{listener.address[1]}", ("::1", listener.address[1])):
                 async with trio_ucx.connect(address, worker=worker) as client:
                     server = await listener.accept()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import Peer, assert_transports, open_peer, pattern
+from helpers import Peer, assert_transports, open_listener, open_peer, pattern
 from networks import Host, Network, open_network
 from peers import load
 from timing import Noise, waited_by
@@ -41,8 +41,7 @@ async def met(
         await peer.tell([host, None, options, kind, way])
         connection = await trio_ucx.open_ucx_stream(*await peer.hear(), worker=worker, **options)
     else:
-        [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=worker, **options)
-        async with listener:
+        async with open_listener(worker, host=host, **options) as listener:
             await peer.tell([None, listener.address, options, kind, way])
             with trio.fail_after(20):
                 connection = await listener.accept()

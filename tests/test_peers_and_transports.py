@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 import trustme
-from helpers import open_pair, open_peer, until
+from helpers import open_listener, open_pair, open_peer, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -29,8 +29,11 @@ async def test_peer(worker: ucp.Worker) -> None:
 
 
 async def test_peer_at_a_unix_socket(worker: ucp.Worker, tmp_path: Path) -> None:
-    [listener] = await trio_ucx.open_ucx_listeners(0, host=f"unix:{tmp_path}/socket", worker=worker)
-    async with listener, trio_ucx.connect(listener.address, worker=worker) as client, await listener.accept() as server:
+    async with (
+        open_listener(worker, host=f"unix:{tmp_path}/socket") as listener,
+        trio_ucx.connect(listener.address, worker=worker) as client,
+        await listener.accept() as server,
+    ):
         for connection in (client, server):
             peer = connection.peer
             assert (peer.pid, peer.uid, peer.gid) == (os.getpid(), os.getuid(), os.getgid())
@@ -113,8 +116,10 @@ async def test_ping(worker: ucp.Worker) -> None:
 
 @pytest.mark.parametrize("end", ["goes on", "is killed", "we abort"])
 async def test_ping_of_a_stopped_peer(worker: ucp.Worker, transports: str, end: str) -> None:
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-    async with listener, open_peer("client_of", list(listener.address), 7, transports=transports) as peer:
+    async with (
+        open_listener(worker) as listener,
+        open_peer("client_of", list(listener.address), 7, transports=transports) as peer,
+    ):
         connection = await listener.accept()
         assert await connection.receive(tag=1) == b"7"
         os.kill(peer.process.pid, signal.SIGSTOP)

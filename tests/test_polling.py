@@ -10,7 +10,7 @@ from time import perf_counter
 import pytest
 import trio
 import trio.testing
-from helpers import open_pair, open_peer, open_raw_pair, pattern, tasks_begin, until
+from helpers import open_listener, open_pair, open_peer, open_raw_pair, pattern, tasks_begin, until
 from timing import Stopwatch
 
 import trio_ucx
@@ -360,8 +360,7 @@ async def test_a_new_client_is_served_after_polling(transports: str) -> None:
             ucp.open_worker(config=config) as newcomers,
             trio_ucx.connect(tuple(address), worker=worker) as connection,
         ):
-            [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-            async with listener:
+            async with open_listener(worker) as listener:
                 for number in range(20):
                     with trio.fail_after(15):
                         await echoed(connection, 10)

@@ -14,14 +14,13 @@ import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 import trustme
-from helpers import Certificates, open_peer, until
+from helpers import Certificates, open_listener, open_peer, until
 from networks import Host, as_user, open_network
 
 import trio_ucx
@@ -160,7 +159,7 @@ async def test_a_client_that_has_ended(
     monkeypatch.delattr(PeerDescription, "decode")
     begin = MAGIC + struct.pack("<HH", VERSION, 0) + bytes(32) + struct.pack("<IB", 9, FrameKind.OPEN) + bytes(8)
     under = as_user(OTHER) if os.geteuid() == 0 else []
-    async with listening(worker) as listener:
+    async with open_listener(worker) as listener:
         command = [*under, sys.executable, "-c", SENDS_AND_ENDS, *map(str, listener.address), begin.hex()]
         # The loop stands still meanwhile, so that the listener accepts a client that has ended.
         subprocess.run(command, check=True, timeout=60)
@@ -174,7 +173,7 @@ async def test_a_client_that_nobody_knows(worker: ucp.Worker, monkeypatch: pytes
         return None
 
     monkeypatch.setattr(handshake_side, "owner_of_peer", owner)
-    async with listening(worker) as listener:
+    async with open_listener(worker) as listener:
         assert not await connects(worker, listener)
 
 
@@ -183,7 +182,7 @@ async def test_without_netlink(worker: ucp.Worker, monkeypatch: pytest.MonkeyPat
         raise OSError(errno.EAFNOSUPPORT, "netlink is blocked")
 
     monkeypatch.setattr(socket_owner, "ask_netlink", blocked)
-    async with listening(worker) as listener:
+    async with open_listener(worker) as listener:
         assert await connects(worker, listener)
 
 
@@ -194,7 +193,7 @@ async def test_only_root_counts_besides_this_user(worker: ucp.Worker, monkeypatc
             return uid
 
         monkeypatch.setattr(handshake_side, "owner_of_peer", owner)
-        async with listening(worker) as listener:
+        async with open_listener(worker) as listener:
             assert await connects(worker, listener) is wanted
 
 
@@ -204,13 +203,6 @@ async def test_only_root_counts_besides_this_user(worker: ucp.Worker, monkeypatc
 @pytest.fixture
 def from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake_side, "leads_to_this_machine", lambda control: control.family == socket.AF_UNIX)
-
-
-@asynccontextmanager
-async def listening(worker: ucp.Worker, host: str = "127.0.0.1", **options: Any) -> AsyncIterator[trio_ucx.Listener]:
-    [listener] = await trio_ucx.open_ucx_listeners(0, host=host, worker=worker, **options)
-    async with listener:
-        yield listener
 
 
 async def connects(worker: ucp.Worker, listener: trio_ucx.Listener, **options: Any) -> bool:
@@ -242,7 +234,7 @@ async def test_what_lets_a_client_in(worker: ucp.Worker, tmp_path: Path, caplog:
         ("127.0.0.1", {"authkey": key}, True),
         (f"unix:{tmp_path}/socket", {}, True),
     ):
-        async with listening(worker, host, **options) as listener:
+        async with open_listener(worker, host=host, **options) as listener:
             given = {"authkey": key} if "authkey" in options else {}
             assert await connects(worker, listener, **given) is wanted
             await until(lambda listener=listener, wanted=wanted: listener.statistics().refused == (not wanted))
@@ -260,7 +252,7 @@ async def test_the_first_refusal_is_a_warning(
 ) -> None:
     caplog.set_level("INFO", "trio_ucx")
     monkeypatch.setattr(server_side, "LOG_INTERVAL", interval)
-    async with listening(worker) as listener:
+    async with open_listener(worker) as listener:
         for _ in range(5):
             assert not await connects(worker, listener)
         await until(lambda: listener.statistics().refused == 5)
@@ -278,7 +270,7 @@ async def test_a_stranger_gets_no_further_than_the_preamble(
 ) -> None:
     """The listener reads nothing after the preamble, whatever it is."""
     monkeypatch.delattr(PeerDescription, "decode")
-    async with listening(worker) as listener, await trio.open_tcp_stream(*listener.address) as stream:
+    async with open_listener(worker) as listener, await trio.open_tcp_stream(*listener.address) as stream:
         got = bytearray()
         with trio.fail_after(15), contextlib.suppress(trio.BrokenResourceError):
             await stream.send_all(MAGIC + struct.pack("<HH", VERSION, 0) + bytes(32) + more)
@@ -324,7 +316,7 @@ async def test_only_required_certificates_lift_it(worker: ucp.Worker, caplog: py
         caplog.clear()
         both = contexts()
         both.server.verify_mode = verify_mode
-        async with listening(worker, ssl_context=both.server, **options) as listener:
+        async with open_listener(worker, ssl_context=both.server, **options) as listener:
             opening = warnings(caplog)
             assert len(opening) == warned
             if warned:
@@ -342,15 +334,15 @@ async def test_warning_of_listeners_with_tls(
     [line] = warnings(caplog)
     assert "0.0.0.0:" in line and "[::]:" in line
     for host, key in ((f"unix:{tmp_path}/socket", None), ("127.0.0.1", KEY.encode())):
-        async with listening(worker, host, ssl_context=certificates.server, authkey=key):
+        async with open_listener(worker, host=host, ssl_context=certificates.server, authkey=key):
             pass
     assert len(warnings(caplog)) == 1
 
 
 async def test_clients_of_this_machine(worker: ucp.Worker, certificates: Certificates) -> None:
-    async with listening(worker) as listener:
+    async with open_listener(worker) as listener:
         assert await connects(worker, listener)
-    async with listening(worker, ssl_context=certificates.server) as listener:
+    async with open_listener(worker, ssl_context=certificates.server) as listener:
         assert await connects(worker, listener, ssl_context=certificates.client, server_hostname="localhost")
 
 

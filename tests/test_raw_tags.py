@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import trio
 import trio.testing
-from helpers import open_pair, until
+from helpers import open_listener, open_pair, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -76,8 +76,7 @@ async def test_earlier_receives(worker: ucp.Worker, tag: int, mask: int) -> None
     """The first Connection is refused while a receive waits that could take its messages."""
     async with ucp.open_worker(config=worker.context.config) as other:
         with trio.fail_after(20):
-            [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=other)
-            async with listener, trio.open_nursery() as nursery:
+            async with open_listener(other) as listener, trio.open_nursery() as nursery:
                 nursery.start_soon(worker.tag_receive, bytearray(1), tag, mask)
                 await trio.testing.wait_all_tasks_blocked()
                 with pytest.raises(RuntimeError, match="a tag_receive that waits on this worker could take"):

@@ -15,7 +15,7 @@ from typing import Any
 import hanging_programs
 import pytest
 import trio
-from helpers import Peer, open_pair, open_peer, open_raw_pair, until
+from helpers import Peer, open_listener, open_pair, open_peer, open_raw_pair, until
 from networks import QUIET, need, open_network
 
 import trio_ucx
@@ -123,8 +123,10 @@ async def test_a_receive_on_the_wrong_tag(over: str) -> None:
 
 
 async def test_a_forgotten_aclose(over: str) -> None:
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1")
-    async with listener, open_program("forgotten_aclose", listener.address, transports=over) as program:
+    async with (
+        open_listener() as listener,
+        open_program("forgotten_aclose", listener.address, transports=over) as program,
+    ):
         server = await listener.accept()
         assert await program.hear() == "sent"
         assert await server.receive() == b"all there is"
@@ -297,8 +299,7 @@ async def test_connecting_and_listening(worker: ucp.Worker) -> None:
     with trio.socket.socket() as deaf:
         await deaf.bind(("127.0.0.1", 0))
         deaf.listen()
-        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-        async with listener, trio.open_nursery() as nursery:
+        async with open_listener(worker) as listener, trio.open_nursery() as nursery:
             nursery.start_soon(partial(trio_ucx.open_ucx_stream, *deaf.getsockname(), worker=worker))
             async with trio_ucx.connect(listener.address, worker=worker) as client:
                 await until(lambda: lines(trio_ucx.report(), "=>", "it did not answer; is it a trio_ucx listener"))

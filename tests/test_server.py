@@ -18,7 +18,7 @@ import attrs
 import pytest
 import trio
 import trustme
-from helpers import free_port, until
+from helpers import free_port, open_listener, until
 from timing import Stopwatch
 
 import trio_ucx
@@ -256,8 +256,7 @@ async def test_clients_in_the_middle_of_their_handshake(worker: ucp.Worker) -> N
         except OSError as error:
             ends.append(type(error))
 
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, backlog=1)
-    async with listener, trio.open_nursery() as nursery:
+    async with open_listener(worker, backlog=1) as listener, trio.open_nursery() as nursery:
         nursery.start_soon(connect, listener.address)
         await until(lambda: listener.statistics().waiting == 1)
         nursery.start_soon(connect, listener.address)
@@ -469,8 +468,7 @@ async def test_socket_that_is_connected_with_itself(worker: ucp.Worker, monkeypa
 
 
 async def test_full_server(worker: ucp.Worker) -> None:
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, backlog=1)
-    async with listener:
+    async with open_listener(worker, backlog=1) as listener:
         first = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
         listener._acceptor._timeout = 1
         error = await refused(listener.address, worker=worker)

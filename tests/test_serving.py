@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import trio
-from helpers import open_pair, open_peer, pattern, until, until_over
+from helpers import open_pair, open_peer, pattern, serving, until, until_over
 from injected_faults import break_worker
 from remote import for_ucx
 
@@ -22,15 +21,6 @@ from trio_ucx.testing import internals
 from trio_ucx.ucp import Status
 
 Handler = Callable[[trio_ucx.Connection], Awaitable[object]]
-
-
-@asynccontextmanager
-async def serving(handler: Handler, worker: ucp.Worker) -> AsyncIterator[trio_ucx.Listener]:
-    async with trio.open_nursery() as nursery:
-        serve = partial(trio_ucx.serve_ucx, handler, 0, host="127.0.0.1", worker=worker)
-        [listener] = await nursery.start(serve)
-        yield listener
-        nursery.cancel_scope.cancel()
 
 
 def lines(caplog: pytest.LogCaptureFixture, level: str = "WARNING") -> list[str]:

@@ -8,7 +8,18 @@ from functools import partial
 
 import pytest
 import trio
-from helpers import assert_transports, live_handles, open_pair, open_peer, pattern, until, until_over
+from helpers import (
+    assert_transports,
+    echo,
+    live_handles,
+    open_listener,
+    open_pair,
+    open_peer,
+    pattern,
+    serving,
+    until,
+    until_over,
+)
 from injected_faults import delay_handshakes, fill_worker, limit_generations
 
 import trio_ucx
@@ -24,25 +35,16 @@ from trio_ucx.ucp._engine import endpoints_to_worker
 async def open_echo(transports: str) -> AsyncIterator[tuple[ucp.Worker, trio_ucx.Listener]]:
     """A server that sends messages back, on a worker of its own in this process."""
 
-    async def echo(connection: trio_ucx.Connection) -> None:
-        try:
-            async for message in connection.messages(1):
-                await connection.send(message, tag=1)
-        except trio.BrokenResourceError:
-            pass
-
-    async with ucp.open_worker(config={"TLS": transports}) as worker, trio.open_nursery() as nursery:
-        [listener] = await nursery.start(partial(trio_ucx.serve_ucx, echo, 0, host="127.0.0.1", worker=worker))
-        yield worker, listener
-        nursery.cancel_scope.cancel()
+    async with ucp.open_worker(config={"TLS": transports}) as worker:
+        async with serving(partial(echo, tag=1), worker) as listener:
+            yield worker, listener
 
 
 @asynccontextmanager
 async def open_two(transports: str) -> AsyncIterator[tuple[ucp.Worker, trio_ucx.Listener]]:
     """A worker with a listener whose Connections the test accepts."""
     async with ucp.open_worker(config={"TLS": transports}) as worker:
-        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-        async with listener:
+        async with open_listener(worker) as listener:
             yield worker, listener
 
 
@@ -89,14 +91,7 @@ async def test_connections_at_a_time(worker: ucp.Worker, transports: str) -> Non
 @pytest.mark.parametrize("wishes", [("auto", "auto"), ("auto", False)], ids=["alike", "different transports"])
 async def test_connects_that_cross(worker: ucp.Worker, transports: str, wishes: tuple[str | bool, str | bool]) -> None:
     """Both workers connect to each other at the same time, again and again."""
-    async with open_echo(transports) as (server, there), trio.open_nursery() as nursery:
-        echoes: list[trio_ucx.Listener] = []
-
-        async def echo(connection: trio_ucx.Connection) -> None:
-            async for message in connection.messages(1):
-                await connection.send(message, tag=1)
-
-        echoes += await nursery.start(partial(trio_ucx.serve_ucx, echo, 0, host="127.0.0.1", worker=worker))
+    async with open_echo(transports) as (server, there), serving(partial(echo, tag=1), worker) as here:
 
         async def client(to: trio_ucx.Listener, own: ucp.Worker, wish: str | bool, number: int) -> None:
             async with trio_ucx.connect(to.address, worker=own, shared_memory=wish) as connection:  # type: ignore[arg-type]
@@ -109,8 +104,7 @@ async def test_connects_that_cross(worker: ucp.Worker, transports: str, wishes: 
                 async with trio.open_nursery() as clients:
                     for wish in (wishes, wishes[::-1]):
                         clients.start_soon(client, there, worker, wish[0], number)
-                        clients.start_soon(client, echoes[0], server, wish[1], number)
-        nursery.cancel_scope.cancel()
+                        clients.start_soon(client, here, server, wish[1], number)
 
 
 @pytest.mark.parametrize("closes", [False, True])

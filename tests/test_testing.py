@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import open_pair, pattern
+from helpers import echo, open_pair, pattern
 
 import trio_ucx
 from trio_ucx import testing, ucp
@@ -24,11 +24,6 @@ SIZES = [0, 10, 5000, 100_000, 3 * 2**20]
 
 
 # ---- handlers in the other process ----
-
-
-async def echo(connection: trio_ucx.Connection) -> None:
-    async for message in connection.messages():
-        await connection.send(message)
 
 
 async def tell(connection: trio_ucx.Connection, *, what: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from helpers import open_peer, open_raw_endpoint, open_raw_listener
+from helpers import open_listener, open_peer, open_raw_endpoint, open_raw_listener
 from injected_faults import Library
 from samples import sample, some_worker
 
@@ -119,8 +119,7 @@ async def test_a_greeting_that_fails_at_once(worker: ucp.Worker, monkeypatch: py
         raise share.error_of(Status.ENDPOINT_TIMEOUT, "sending a message")
 
     monkeypatch.setattr(handshake_side, "post_bytes_send", fail)
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-    async with listener, ucp.open_worker(config={"TLS": "tcp"}) as client:
+    async with open_listener(worker) as listener, ucp.open_worker(config={"TLS": "tcp"}) as client:
         with (
             trio.fail_after(15),
             pytest.raises(OSError, match="connecting to .* over UCX: .*its UCX listens") as caught,

@@ -13,7 +13,7 @@ from functools import partial
 import attrs
 import pytest
 import trio
-from helpers import open_pair, pattern
+from helpers import open_listener, open_pair, pattern
 from injected_faults import change_descriptions
 from samples import some_description, with_field, with_field_of_worker
 
@@ -171,10 +171,7 @@ async def test_extreme_descriptions_from_a_peer(transports: str, liar: str, monk
                 lies += [partial(changed, value=value) for value in sorted(values) if value < width(field.format)]
 
         change_descriptions(other, lambda data: telling(data), monkeypatch)
-        [listener] = await trio_ucx.open_ucx_listeners(
-            0, host="127.0.0.1", worker=other if liar == "server" else worker, connect_timeout=0.5
-        )
-        async with listener:
+        async with open_listener(other if liar == "server" else worker, connect_timeout=0.5) as listener:
             for telling in lies:  # noqa: B007 (change_descriptions() gets it)
                 with contextlib.suppress(OSError, trio.BrokenResourceError):
                     client = await trio_ucx.connect(

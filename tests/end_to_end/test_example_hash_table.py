@@ -6,12 +6,11 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from functools import partial
 from typing import Any
 
 import pytest
 import trio
-from helpers import Rounds, pattern
+from helpers import Rounds, pattern, serving
 
 import trio_ucx
 from trio_ucx import ucp
@@ -227,13 +226,10 @@ async def test_somebody_elses_server(
 
     with trio.fail_after(DEADLINE), ucp.open_context(features=hash_table.FEATURES) as context:
         with context.register(has if isinstance(has, bytearray) else bytearray(8)) as memory:
-            async with ucp.open_worker(context=context) as worker, trio.open_nursery() as nursery:
-                serving = partial(trio_ucx.serve_ucx, answer, 0, host="127.0.0.1", worker=worker)
-                [listener] = await nursery.start(serving)
+            async with ucp.open_worker(context=context) as worker, serving(answer, worker) as listener:
                 with pytest.raises(hash_table.TableError, match=complaint):
                     async with hash_table.open_table(listener.address):
                         pass
-                nursery.cancel_scope.cancel()
 
 
 @pytest.mark.full

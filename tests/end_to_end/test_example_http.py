@@ -20,7 +20,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import until
+from helpers import serving, until
 
 import trio_ucx
 
@@ -527,16 +527,8 @@ async def test_survives_its_own_trouble(
 # ---- the client, and servers of our own ----
 
 
-@asynccontextmanager
-async def listening(handler: Callable[[trio_ucx.Connection], Awaitable[object]]) -> AsyncIterator[trio_ucx.Listener]:
-    async with trio.open_nursery() as nursery:
-        [listener] = await nursery.start(partial(trio_ucx.serve_ucx, handler, 0, host="127.0.0.1"))
-        yield listener
-        nursery.cancel_scope.cancel()
-
-
 async def fetch(handler: Callable[[trio_ucx.Connection], Awaitable[object]], *arguments: object) -> int:
-    async with listening(handler) as listener:
+    async with serving(handler) as listener:
         return await run_client("{}:{}".format(*listener.address), *arguments)
 
 
@@ -575,7 +567,7 @@ async def test_client_takes_what_ends_with_the_connection(capfd: pytest.CaptureF
 
 
 async def test_client_uses_one_connection(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    async with listening(partial(http_server.handle, root, None, DEADLINE)) as listener:
+    async with serving(partial(http_server.handle, root, None, DEADLINE)) as listener:
         assert await run_client("{}:{}".format(*listener.address), "/small.txt", "--repeat", 3) == 0
         assert listener.statistics().accepted == 1
     assert capfd.readouterr() == ("small\n" * 3, "")
@@ -614,7 +606,7 @@ async def test_client_checks_the_certificate(root: Path, certificates: Path, cap
         (tls, [], "127.0.0.1", ""),
         (None, ["--tls", certificates / "ca.pem"], "127.0.0.1", ""),
     ]:
-        async with listening(partial(http_server.handle, root, server, DEADLINE)) as listener:
+        async with serving(partial(http_server.handle, root, server, DEADLINE)) as listener:
             assert await run_client(f"{host}:{listener.address[1]}", "/small.txt", *client) == 1
         output, errors = capfd.readouterr()
         assert output == ""

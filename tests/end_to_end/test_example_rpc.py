@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import trio
-from helpers import nothing_happens, pattern, until
+from helpers import nothing_happens, open_listener, pattern, serving, until
 
 import trio_ucx
 
@@ -25,27 +25,27 @@ rpc: Any = load(RPC)
 
 
 @asynccontextmanager
-async def serving(methods: dict[str, Any], **options: Any) -> AsyncIterator[tuple[str, int]]:
+async def answering(methods: dict[str, Any], **options: Any) -> AsyncIterator[tuple[str, int]]:
     """The address of a server in this process. Whatever is done with it is bounded."""
     with trio.fail_after(DEADLINE):
-        async with trio.open_nursery() as nursery:
-            serve = partial(trio_ucx.serve_ucx, partial(rpc.answer_calls, methods), 0, host="127.0.0.1", **options)
-            [listener] = await nursery.start(serve)
+        async with serving(partial(rpc.answer_calls, methods), **options) as listener:
             yield listener.address
-            nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
 async def client_of(methods: dict[str, Any], **options: Any) -> AsyncIterator[Any]:
-    async with serving(methods, **options) as address, rpc.open_client(address) as client:
+    async with answering(methods, **options) as address, rpc.open_client(address) as client:
         yield client
 
 
 @asynccontextmanager
 async def client_of_ours() -> AsyncIterator[tuple[Any, trio_ucx.Connection]]:
     """A client, and its server's connection, on which the test answers."""
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1")
-    async with listener, rpc.open_client(listener.address) as client, await listener.accept() as server:
+    async with (
+        open_listener() as listener,
+        rpc.open_client(listener.address) as client,
+        await listener.accept() as server,
+    ):
         yield client, server
 
 
@@ -213,7 +213,7 @@ async def test_deadline_goes_along() -> None:
 
 async def test_deadline_is_kept_by_the_server() -> None:
     watched = Watched()
-    async with serving({"wait": watched}) as address, trio_ucx.connect(address) as connection:
+    async with answering({"wait": watched}) as address, trio_ucx.connect(address) as connection:
         for number, timeout in (7, 0), (8, 0.1):
             await connection.send(request(number, "wait", timeout=timeout), tag=rpc.REQUESTS)
             kind, text = json.loads(await connection.receive(tag=number))["error"]
@@ -249,8 +249,7 @@ async def test_cancellations_leave_nothing() -> None:
             cancelled += scope.cancelled_caught
 
     with trio.fail_after(DEADLINE):
-        async with trio.open_nursery() as nursery:
-            [listener] = await nursery.start(partial(trio_ucx.serve_ucx, serve, 0, host="127.0.0.1"))
+        async with serving(serve) as listener:
             async with rpc.open_client(listener.address) as client:
                 async with trio.open_nursery() as workers:
                     for seed in range(16):
@@ -261,7 +260,6 @@ async def test_cancellations_leave_nothing() -> None:
                 for connection in (*connections, client._connection):
                     await until(lambda: not connection.statistics().left_over_operations)  # noqa: B023
                     assert connection.statistics().held == 0
-            nursery.cancel_scope.cancel()
 
 
 # ---- a client that is not to be trusted ----
@@ -307,7 +305,7 @@ async def test_hangs_up_after_nonsense(messages: list[bytes], complaint: str) ->
 
 
 async def test_ignores_late_cancellations() -> None:
-    async with serving(rpc.METHODS) as address, trio_ucx.connect(address) as connection:
+    async with answering(rpc.METHODS) as address, trio_ucx.connect(address) as connection:
         await connection.send(b'{"cancel": 17}', tag=rpc.REQUESTS)
         await connection.send(request(1, values={"data": "here"}), tag=rpc.REQUESTS)
         assert json.loads(await connection.receive(tag=1))["values"] == {"result": "here"}
@@ -393,7 +391,7 @@ async def test_server_dies(number: signal.Signals) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 async def test_client_dies(number: signal.Signals) -> None:
     watched = Watched()
-    async with serving({"wait": watched}) as (host, port):
+    async with answering({"wait": watched}) as (host, port):
         with program(RPC, "call", f"{host}:{port}", "wait") as client:
             await watched.started()
             client.process.send_signal(number)
@@ -408,7 +406,7 @@ async def test_closed_client() -> None:
         with pytest.raises(trio.ClosedResourceError, match="this client was closed"):
             await client.call("wait")
 
-    async with serving({"wait": watched}) as address, trio.open_nursery() as nursery:
+    async with answering({"wait": watched}) as address, trio.open_nursery() as nursery:
         async with rpc.open_client(address) as client:
             nursery.start_soon(call, client)
             await watched.started()
@@ -422,7 +420,7 @@ async def test_command_line() -> None:
     async def letters(size: int) -> bytes:
         return b"a" * size
 
-    async with serving({"letters": letters, **rpc.METHODS}) as (host, port):
+    async with answering({"letters": letters, **rpc.METHODS}) as (host, port):
         for arguments, output, complaint in [
             (["echo", '{"data": {"ü": [null]}}'], '{"\\u00fc": [null]}\n', ""),
             (["letters", '{"size": 100000}'], "a" * 100_000, ""),

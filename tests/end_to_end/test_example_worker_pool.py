@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import children_of, nothing_happens, pattern, until
+from helpers import children_of, nothing_happens, open_listener, pattern, until
 
 import trio_ucx
 
@@ -413,8 +413,7 @@ async def test_worker_is_interrupted(number: signal.Signals) -> None:
 
 @pytest.mark.full
 async def test_worker_whose_pool_dies() -> None:
-    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1")
-    async with listener:
+    async with open_listener() as listener:
         with program(WORKER_POOL, "work", "{}:{}".format(*listener.address)) as worker:
             (await listener.accept()).abort()
             status, errors = await worker.end()

@@ -12,6 +12,7 @@ import trio
 from helpers import (
     assert_free,
     check_stream,
+    echo,
     free_port,
     numbered_write,
     open_pair,
@@ -102,11 +103,6 @@ async def worker(transports: str, spin: float | None) -> AsyncIterator[Begin]:
         yield lambda number: Attempt(operation, again=operation, limit=0.5)
         while other.tag_probe(1) is not None:
             await other.tag_receive(bytearray(5), 1)
-
-
-async def echo(connection: trio_ucx.Connection) -> None:
-    async for message in connection.messages():
-        await connection.send(message)
 
 
 @for_each("tcp", "unix", "authkey")

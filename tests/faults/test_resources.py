@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from helpers import Rounds
+from helpers import Rounds, open_listener
 from networks import need
 from refused_memory import few_allocations
 
@@ -143,8 +143,7 @@ async def test_without_memory_a_connection_opens_on_both_sides_or_on_neither(tra
     opened = []
     for allowed in range(18):
         async with ucp.open_worker(config=config) as one, ucp.open_worker(config=config) as other:
-            [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=other)
-            async with listener:
+            async with open_listener(other) as listener:
                 client = None
                 with few_allocations(allowed), contextlib.suppress(OSError):
                     client = await trio_ucx.connect(listener.address, worker=one, connect_timeout=60).__aenter__()

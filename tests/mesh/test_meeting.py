@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from helpers import free_port
+from helpers import free_port, open_listener
 
 import trio_ucx
 from trio_ucx import mesh, ucp
@@ -259,8 +259,7 @@ async def test_a_file_that_others_can_have_written_is_not_trusted(
     if make is _foreign and os.geteuid() != 0:
         pytest.skip("only root can make a file of somebody else")
     async with ucp.open_worker() as worker:
-        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker, authkey=KEY)
-        async with listener:
+        async with open_listener(worker, authkey=KEY) as listener:
             contact = Contact(["127.0.0.1"], listener.address[1], "", KEY.decode("latin-1"))
             make(path, json.dumps(attrs.asdict(contact)))
             [end] = await meet((0, 1, 2, f"file://{path}", {"timeout": 0.5}))
@@ -313,8 +312,7 @@ async def test_a_damaged_file(tmp_path: Path, text: str) -> None:
 
 async def test_the_port_is_taken() -> None:
     async with ucp.open_worker() as worker:
-        [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
-        async with listener:
+        async with open_listener(worker) as listener:
             [end] = await meet((0, 0, 2, f"127.0.0.1:{listener.address[1]}", {}))
     assert isinstance(end, OSError) and "is it another job's?" in str(end)
 
