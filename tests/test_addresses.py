@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from functools import partial
-from pathlib import Path
 from socket import AF_INET, AF_INET6, AddressFamily, socket
 from typing import Any
 
 import attrs
 import pytest
 import trio
-from helpers import open_listener
 from samples import ALL, with_checksum
 
 import trio_ucx
@@ -142,16 +140,6 @@ def test_types_that_are_no_addresses(wrong: Any) -> None:
             function(wrong)
     with pytest.raises(TypeError, match="pair"):
         trio_ucx.format_address("host:5")  # type: ignore[arg-type]
-
-
-async def test_what_listeners_give_and_connect_takes(worker: ucp.Worker, tmp_path: Path) -> None:
-    for host in "127.0.0.1", f"unix:{tmp_path}/socket":
-        async with open_listener(worker, host=host) as listener:
-            text = trio_ucx.format_address(listener.address)
-            assert trio_ucx.parse_address(text) == listener.address
-            with trio.fail_after(15):
-                async with trio_ucx.connect(text, worker=worker) as client, await listener.accept():
-                    assert client.remote_address == listener.address
 
 
 # ---- worker addresses ----

@@ -742,7 +742,7 @@ async def test_unix_socket(worker: ucp.Worker, tmp_path: Path) -> None:
             assert listener.address == (f"unix:{path}", 0) and path.is_socket()
             for address in (listener.address, f"unix:{path}"):
                 client, server = await exchange(worker, listener, address)
-                assert server.local_address == listener.address
+                assert server.local_address == client.remote_address == listener.address
                 client.abort()
                 server.abort()
         assert not path.exists()

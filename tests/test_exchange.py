@@ -901,7 +901,8 @@ async def test_raw_requests_can_be_rejected(worker: ucp.Worker) -> None:
             request.reject()
         with pytest.raises(trio.ClosedResourceError, match="answered"):
             await request.accept()
-        with trio.fail_after(15), pytest.raises(trio.BrokenResourceError) as caught:
+        expected = "its listener refused, or its UCX is of another release"
+        with trio.fail_after(15), pytest.raises(trio.BrokenResourceError, match=expected) as caught:
             while True:
                 await client.tag_send(b"x", 1)
         assert isinstance(caught.value.__cause__, trio_ucx.UCXError)
@@ -913,40 +914,3 @@ async def test_raw_requests_can_be_rejected(worker: ucp.Worker) -> None:
             del request
         await until(lambda: not unanswered.alive)
         unanswered.abort()
-
-
-async def test_serve_ucx(worker: ucp.Worker) -> None:
-    class Mine(Exception):
-        pass
-
-    async def handler(connection: trio_ucx.Connection) -> None:
-        message = await connection.receive()
-        if message == b"fail":
-            raise Mine
-        if message == b"gone":
-            with pytest.raises(trio.BrokenResourceError):
-                await connection.receive()
-            return
-        connection.send_nowait(message)  # delivered by the graceful close
-
-    with pytest.raises(ExceptionGroup) as caught:
-        async with trio.open_nursery() as nursery:
-            [listener] = await nursery.start(
-                lambda task_status: trio_ucx.serve_ucx(
-                    handler, 0, host="127.0.0.1", worker=worker, task_status=task_status
-                )
-            )
-            for size in (10, 100_000):
-                async with trio_ucx.connect(listener.address, worker=worker) as client:
-                    client.send_nowait(pattern(size))
-                    assert await client.receive() == pattern(size)
-            async with trio_ucx.connect(listener.address, worker=worker) as client:
-                await client.send(b"gone")
-                client.abort()  # a close that fails must not end the server
-            await until(lambda: worker.statistics().endpoints == 0)
-            client = await trio_ucx.open_ucx_stream(*listener.address, worker=worker)
-            await client.send(b"fail")
-            with trio.fail_after(15), pytest.raises(trio.BrokenResourceError):
-                await client.receive()
-            client.abort()
-    assert caught.group_contains(Mine)

@@ -173,6 +173,7 @@ async def test_either_family(worker: ucp.Worker, host: str) -> None:
         async with trio_ucx.connect(trio_ucx.format_address(listener.address), worker=worker) as client:
             await client.send(b"well?")
             assert await client.receive() == b"well?"
+            assert client.remote_address == listener.address == trio_ucx.parse_address(listener.address)
 
 
 async def test_every_interface(worker: ucp.Worker) -> None:

@@ -87,17 +87,6 @@ def test_socket_address_that_tcp_does_not_reach() -> None:
     assert "transports in use: tcp" in said and "need" not in said
 
 
-async def test_rejected_client(transports: str, worker: ucp.Worker) -> None:
-    async with await open_raw_listener(worker) as listener:
-        endpoint = await worker.open_endpoint(listener.address)
-        (await listener.accept_request()).reject()
-        expected = f"its listener refused, or its UCX is of another release.*{RELEASE}"
-        with trio.fail_after(20), pytest.raises(trio.BrokenResourceError, match=expected):
-            await endpoint.tag_send(b"x", 1)
-            await endpoint.flush()
-        endpoint.abort()
-
-
 async def test_address_without_a_common_transport() -> None:
     async with ucp.open_worker(config={"TLS": "tcp"}) as theirs, ucp.open_worker(config={"TLS": "sm,self"}) as ours:
         with pytest.raises(OSError, match="one side's UCX has no other transport: add tcp") as caught:
