@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -618,12 +619,7 @@ async def test_worker_closed_while_data_is_held(transports: str) -> None:
         messages = [await exchange(client, queue, bytes(BORROWED), protocol=EAGER) for _ in range(3)]
         view = messages[0].data
         async with trio.open_nursery() as nursery:
-
-            async def send() -> None:
-                with pytest.raises(trio.ClosedResourceError):
-                    await client.am_send(3, bytes(10), protocol=RENDEZVOUS)
-
-            nursery.start_soon(send)
+            nursery.start_soon(expect_closed, partial(client.am_send, 3, bytes(10), protocol=RENDEZVOUS))
             held = await queue.receive()
             with pytest.warns(ResourceWarning, match="RawListener"):  # the pair's
                 await close_worker(worker)

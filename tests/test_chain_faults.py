@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import Rounds, assert_free, live_handles, nothing_happens, open_pair, open_peer, tasks_begin, until
+from helpers import (
+    Rounds,
+    assert_free,
+    expect_closed,
+    live_handles,
+    nothing_happens,
+    open_pair,
+    open_peer,
+    tasks_begin,
+    until,
+)
 from injected_faults import close_worker_at_once
 from outcome import Error, Value
 from peers import REMOTE
@@ -293,10 +303,6 @@ async def test_wait_idle_of_a_chain_that_is_closed(ground: Ground, running: bool
     else:
         chain = await cancelled_with_something_under_way(ground)
 
-    async def run() -> None:
-        with pytest.raises(trio.ClosedResourceError):
-            await chain.run()
-
     async def wait() -> None:
         with pytest.raises(trio.ClosedResourceError, match="chain was closed"):
             await chain.wait_idle()
@@ -304,7 +310,7 @@ async def test_wait_idle_of_a_chain_that_is_closed(ground: Ground, running: bool
     with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             if running:
-                nursery.start_soon(run)
+                nursery.start_soon(expect_closed, chain.run)
                 await tasks_begin()
             nursery.start_soon(wait)
             nursery.start_soon(wait)
@@ -323,11 +329,7 @@ async def test_wait_idle_when_the_worker_closes(transports: str) -> None:
         async with open_ground(transports) as ground:
             chain = await cancelled_with_something_under_way(ground)
 
-            async def wait() -> None:
-                with pytest.raises(trio.ClosedResourceError):
-                    await chain.wait_idle()
-
-            nursery.start_soon(wait)
+            nursery.start_soon(expect_closed, chain.wait_idle)
             await tasks_begin()
             close_worker_at_once(ground.worker)
         nursery.cancel_scope.deadline = trio.current_time() + 60
@@ -343,13 +345,9 @@ async def test_closed_while_it_runs(ground: Ground) -> None:
     spinning(ground, chain)
     chain.get(ground.remote, into=buffer)
 
-    async def run() -> None:
-        with pytest.raises(trio.ClosedResourceError):
-            await chain.run()
-
     with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(run)
+            nursery.start_soon(expect_closed, chain.run)
             await has_begun(ground.worker)
             chain.close()
         await released(ground.worker)

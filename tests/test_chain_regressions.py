@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import is_free, open_pair, until
+from helpers import expect_closed, is_free, open_pair, until
 from injected_faults import Library, close_worker_at_once, have_device_memory, ignore_unreachable_memory
 from outcome import Value
 from peers import REMOTE
@@ -400,12 +400,8 @@ async def test_outcomes_of_a_closed_chain(ground: Ground) -> None:
     chain = delayed(ground, 100)
     chain.put(ground.remote, b"never", after=chain[-1])
 
-    async def run() -> None:
-        with pytest.raises(trio.ClosedResourceError):
-            await chain.run()
-
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(run)
+        nursery.start_soon(expect_closed, chain.run)
         await until(long_delay_has_begun)
         outcomes = chain.outcomes
         chain.close()
@@ -560,10 +556,6 @@ async def test_closed_and_its_connection_ended_before_the_end_of_the_run_is_deli
             if not told[-1]:
                 lib.tu_chain_forget(handle, target)
 
-    async def run() -> None:
-        with pytest.raises(trio.ClosedResourceError):
-            await chain.run()
-
     def end() -> None:
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "reap", lambda _: None)
@@ -580,7 +572,7 @@ async def test_closed_and_its_connection_ended_before_the_end_of_the_run_is_deli
             chain.check(word.u64() == 1, on_false=chains.Retry(10**6, again=word, delay=100.0))
             with trio.fail_after(20):
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(run)
+                    nursery.start_soon(expect_closed, chain.run)
                     await until(lambda: internals(worker).in_flight)
                     end()
                 await until(lambda: len(freed) == 1)

@@ -289,14 +289,10 @@ async def test_both_close_at_once_with_sends_that_wait(worker: ucp.Worker, waits
 async def test_close_ends_a_large_write(worker: ucp.Worker) -> None:
     """It posts no more pieces; those that the peer reads are a prefix."""
 
-    async def write(connection: trio_ucx.Connection, data: bytes) -> None:
-        with pytest.raises(trio.ClosedResourceError):
-            await connection.send_all(data)
-
     data = pattern(2**24)
     async with open_pair(worker) as (client, server):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(write, client, data)
+            nursery.start_soon(expect_closed, client.send_all, data)
             await nothing_happens(0.05)
             nursery.start_soon(client.aclose)
             await nothing_happens(0.05)
@@ -542,13 +538,8 @@ async def test_raw_close_modes(worker: ucp.Worker) -> None:
             assert await worker.tag_receive(buffer, 2) == (2**20, 2)
             assert buffer == pattern(2**20)
     async with open_raw_pair(worker) as (client, server):
-
-        async def broken_off() -> None:
-            with pytest.raises(trio.ClosedResourceError):
-                await client.tag_send(bytes(2**20), 3)
-
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(broken_off)
+            nursery.start_soon(expect_closed, client.tag_send, bytes(2**20), 3)
             await trio.testing.wait_all_tasks_blocked()
             with Stopwatch():
                 await client.aclose(ucp.CloseMode.FORCE)
@@ -568,15 +559,10 @@ async def test_force_while_another_task_closes(
     worker: ucp.Worker, close: Callable[[ucp.Endpoint], Awaitable[None]]
 ) -> None:
     async with open_raw_pair(worker) as (client, _):
-
-        async def cut_off(function: Callable[..., Awaitable[None]], *arguments: object) -> None:
-            with pytest.raises(trio.ClosedResourceError):
-                await function(*arguments)
-
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(cut_off, client.tag_send, bytes(2**20), 1)
+            nursery.start_soon(expect_closed, client.tag_send, bytes(2**20), 1)
             await trio.testing.wait_all_tasks_blocked()
-            nursery.start_soon(cut_off, client.aclose)
+            nursery.start_soon(expect_closed, client.aclose)
             await nothing_happens()
             with Stopwatch():
                 await close(client)
@@ -588,12 +574,7 @@ async def test_force_ends_a_close_in_the_background(worker: ucp.Worker, caplog: 
     async with open_raw_pair(worker) as (client, _):
         caplog.clear()  # which hosts are admitted
         async with trio.open_nursery() as nursery:
-
-            async def cut_off() -> None:
-                with pytest.raises(trio.ClosedResourceError):
-                    await client.tag_send(bytes(2**20), 1)
-
-            nursery.start_soon(cut_off)
+            nursery.start_soon(expect_closed, client.tag_send, bytes(2**20), 1)
             await trio.testing.wait_all_tasks_blocked()
             with cancelled_after(0.1):
                 await client.aclose()
@@ -809,17 +790,13 @@ async def test_two_workers_that_send_the_same_memory(transports: str, size: int)
         ):
             [address, _] = await peer.hear()
 
-            async def send(connection: trio_ucx.Connection) -> None:
-                with pytest.raises(trio.ClosedResourceError):
-                    await connection.send(data)
-
             async with trio_ucx.connect(tuple(address), worker=lasting) as second, trio.open_nursery() as nursery:
-                nursery.start_soon(send, second)
+                nursery.start_soon(expect_closed, second.send, data)
                 await trio.testing.wait_all_tasks_blocked()
                 for _ in range(3):
                     async with ucp.open_worker(context=context) as worker:
                         first = await trio_ucx.connect(tuple(address), worker=worker).__aenter__()
-                        nursery.start_soon(send, first)
+                        nursery.start_soon(expect_closed, first.send, data)
                         await trio.testing.wait_all_tasks_blocked()
                         first.abort()
                 postponed = len(context._postponed)

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 import trio.testing
-from helpers import assert_free, open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import assert_free, expect_closed, open_pair, open_peer, open_raw_pair, pattern, until
 from outcome import Value
 
 import trio_ucx
@@ -311,12 +311,7 @@ async def test_a_leader_that_is_not_woken_can_be_cancelled(transports: str, monk
 
 async def test_the_worker_is_closed_under_it(transports: str) -> None:
     async with open_led(transports) as (_, server, worker), trio.open_nursery() as nursery:
-
-        async def receive() -> None:
-            with pytest.raises(trio.ClosedResourceError):
-                await server.receive()
-
-        nursery.start_soon(receive)
+        nursery.start_soon(expect_closed, server.receive)
         await wait_led(worker)
         with trio.fail_after(10), pytest.warns(ResourceWarning):
             close_now(internals(worker))

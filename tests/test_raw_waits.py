@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from helpers import nothing_happens, open_pair, open_peer, open_raw_endpoint, open_raw_pair, until
+from helpers import expect_closed, nothing_happens, open_pair, open_peer, open_raw_endpoint, open_raw_pair, until
 
 from trio_ucx import ucp
 
@@ -151,12 +151,7 @@ async def test_a_cancelled_tag_wait_leaves_the_message(worker: ucp.Worker) -> No
 async def test_the_worker_closes_during_a_tag_wait(transports: str) -> None:
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery, ucp.open_worker(config={"TLS": transports}) as worker:
-
-            async def wait() -> None:
-                with pytest.raises(trio.ClosedResourceError):
-                    await worker.tag_wait(1)
-
-            nursery.start_soon(wait)
+            nursery.start_soon(expect_closed, worker.tag_wait, 1)
             await trio.testing.wait_all_tasks_blocked()
 
 

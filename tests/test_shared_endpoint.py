@@ -11,6 +11,7 @@ import trio
 from helpers import (
     assert_transports,
     echo,
+    expect_closed,
     live_handles,
     open_listener,
     open_pair,
@@ -420,12 +421,7 @@ async def test_waits_for_one_ucp_stream(transports: str) -> None:
         open_pair(worker, there) as (other, _),
         trio.open_nursery() as nursery,
     ):
-
-        async def wait() -> None:
-            with pytest.raises(trio.ClosedResourceError):
-                await one.endpoint.stream_receive_some()
-
-        nursery.start_soon(wait)
+        nursery.start_soon(expect_closed, one.endpoint.stream_receive_some)
         await trio.testing.wait_all_tasks_blocked()
         with pytest.raises(trio.BusyResourceError):
             await other.endpoint.stream_receive_some()
