@@ -197,26 +197,6 @@ async def test_comparisons(ground: Ground, name: str, width: int, signed: int) -
     assert all(isinstance(error_of(o), chains.DependencyFalse) for o in outcomes[1:] if not isinstance(o, Value))
 
 
-async def test_combined_conditions(ground: Ground) -> None:
-    ground.write(bytes([1, 0]))
-    chain = ground.worker.new_chain()
-    bits = chain.get(ground.remote, 0, 2)
-    yes, no = bits.u8(0) == 1, bits.u8(1) == 1
-    cases = [
-        (yes & yes, 1),
-        (yes & no, 0),
-        (yes | no, 1),
-        (no | no, 0),
-        (~no, 1),
-        (~(yes & ~no), 0),
-        (no | ~no & yes, 1),
-    ]
-    for condition, _ in cases:
-        chain.check(condition)
-    outcomes = await chain.run()
-    assert [isinstance(outcome, Value) for outcome in outcomes[1:]] == [bool(holds) for _, holds in cases]
-
-
 async def test_payload_functions(ground: Ground) -> None:
     content = random.Random(5).randbytes(777)
     ground.write(content)
@@ -279,21 +259,6 @@ async def test_false_and_what_depends_on_it(ground: Ground) -> None:
         assert isinstance(error_of(outcomes[request]), chains.DependencyNotEvaluated), request
     assert [value_of(outcomes[request]) for request in (behind_skipped, fine)] == [None, None]
     assert ground.read(100, 4) == b"\0y\0w"
-
-
-@pytest.mark.parametrize("holds", [True, False])
-async def test_stop(ground: Ground, holds: bool) -> None:
-    chain = ground.worker.new_chain()
-    zero = chain.get(ground.remote, 0, 8)
-    gate = chain.check(zero.u64() == (0 if holds else 1), on_false="stop")
-    later = [chain.put(ground.remote, b"x", 100 + number) for number in range(3)]
-    outcomes = await chain.run()
-    if holds:
-        assert [value_of(outcomes[request]) for request in (gate, *later)] == [None] * 4
-    else:
-        assert value_of(outcomes[gate]) is chains.SKIPPED
-        assert all(isinstance(error_of(outcomes[request]), chains.DependencyNotEvaluated) for request in later)
-    assert ground.read(100, 3) == (b"xxx" if holds else bytes(3))
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.002])
@@ -466,16 +431,6 @@ async def test_bounds(ground: Ground) -> None:
         assert isinstance(error_of(outcomes[number]), chains.DependencyBoundsError), number
     assert value_of(outcomes[fine]) is None
     assert ground.read(4088) == bytes(2) + b"123456"
-
-
-async def test_beyond_a_result(ground: Ground) -> None:
-    chain = ground.worker.new_chain()
-    word = chain.get(ground.remote, 0, 8)
-    short = chain.get(ground.remote, 0, word.u64(), at_most=8)
-    beyond = chain.check(short.u8(0) == 0)
-    outcomes = await chain.run()
-    assert value_of(outcomes[short]) == b""
-    assert isinstance(error_of(outcomes[beyond]), chains.DependencyReferenceError)
 
 
 async def test_references(ground: Ground) -> None:
