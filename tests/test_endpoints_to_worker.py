@@ -156,81 +156,12 @@ def test_choose(side: OneSide, ours: tuple[int, int], theirs: tuple[int, int], g
     assert side.endpoints_to_worker.choose(EndpointSummary(*theirs), WITH) == generation
 
 
-def test_choose_of_either_kind(side: OneSide) -> None:
-    """The kinds are counted together, and each has an endpoint of its own."""
-    side.get(1, WITH)
-    assert side.summary(WITHOUT) == EndpointSummary(1)
-    assert side.endpoints_to_worker.choose(EndpointSummary(1), WITHOUT) == 2
-    assert side.endpoints_to_worker.choose(EndpointSummary(0), WITHOUT) is None
-    assert side.endpoints_to_worker.choose(EndpointSummary(2, 2), WITHOUT) == 2
-    side.get(2, WITHOUT, greeted=False)
-    assert side.summary(WITH) == EndpointSummary(2, 1, True)
-    assert side.summary(WITHOUT) == EndpointSummary(2, 2)
-    assert side.endpoints_to_worker.choose(EndpointSummary(2, 1), WITH) == 1
-    assert side.endpoints_to_worker.choose(EndpointSummary(2, 2), WITHOUT) == 2
-    assert side.endpoints_to_worker.choose(EndpointSummary(2), WITH) == 3
-    assert side.endpoints_to_worker.choose(EndpointSummary(1), WITHOUT) == 2
-    assert side.endpoints_to_worker.choose(EndpointSummary(1), WITH) is None
-
-
-def test_choose_leaves_an_endpoint_that_a_client_was_told_of(side: OneSide) -> None:
-    side.get(1)
-    side.endpoints_to_worker.hold_for_client(WITH)
-    assert side.endpoints_to_worker.choose(EndpointSummary(1, 0), WITH) is None
-    assert side.endpoints_to_worker.choose(EndpointSummary(1, 0), WITHOUT) == 2
-    side.endpoints_to_worker.release_hold(WITH)
-    assert side.endpoints_to_worker.choose(EndpointSummary(1, 0), WITH) == 2
-
-
 def test_choose_ends_at_the_limit(side: OneSide) -> None:
     side.passes(LIMIT - 2)
     assert side.endpoints_to_worker.choose(EndpointSummary(LIMIT - 2), WITH) == LIMIT - 1
     side.get(LIMIT - 1)
     assert side.endpoints_to_worker.choose(EndpointSummary(LIMIT - 1, LIMIT - 1), WITH) == LIMIT - 1
     assert side.endpoints_to_worker.choose(EndpointSummary(LIMIT - 1), WITH) is None
-
-
-def test_get(side: OneSide) -> None:
-    assert side.cannot_get(0) and side.cannot_get(2)
-    core = side.get(1)
-    assert side.get(1) is core
-    assert side.cannot_get(3)
-    side.endpoints_to_worker.hold_for_client(WITH)
-    assert side.cannot_get(2), "a client was told of the first"
-    side.endpoints_to_worker.release_hold(WITH)
-    other = side.get(2)
-    assert other is not core and not core.gone, "it has a Connection"
-    assert side.cannot_get(1)
-
-
-def test_get_of_either_kind(side: OneSide) -> None:
-    """Endpoints of one kind neither replace nor block the other's, whoever is expected."""
-    core = side.get(1, WITH)
-    assert side.cannot_get(1, WITHOUT)
-    side.endpoints_to_worker.hold_for_client(WITH)
-    side.endpoints_to_worker.hold_for_client(WITHOUT)
-    other = side.get(2, WITHOUT)
-    assert side.get(1, WITH) is core and side.get(2, WITHOUT) is other
-    assert side.cannot_get(2, WITH) and side.cannot_get(3, WITH) and side.cannot_get(3, WITHOUT)
-    side.endpoints_to_worker.release_hold(WITHOUT)
-    assert side.cannot_get(3, WITH)
-    newer = side.get(3, WITHOUT)
-    assert side.summary(WITH) == EndpointSummary(3, 1, True)
-    assert side.summary(WITHOUT) == EndpointSummary(3, 3, True)
-    assert not any(each.gone for each in (core, other, newer))
-
-
-def test_get_that_fails(side: OneSide) -> None:
-    core = side.get(1)
-
-    def fail() -> Core:
-        side.endpoints_to_worker.count_made()
-        raise OSError
-
-    with pytest.raises(OSError):
-        side.endpoints_to_worker.get(2, WITH, fail)
-    assert side.summary() == EndpointSummary(2, 1, True)
-    assert side.get(1) is core
 
 
 def test_endpoint_that_is_left_is_kept_for_a_moment(side: OneSide, clock: Clock) -> None:
@@ -268,38 +199,6 @@ def test_endpoint_that_was_not_greeted_is_closed_later(side: OneSide, clock: Clo
     assert core.gone
 
 
-def test_endpoint_that_was_replaced_is_closed_when_it_is_left(side: OneSide) -> None:
-    old, new = side.get(1), side.get(2)
-    side.leave(old, reusable=True)
-    assert old.gone and not new.gone
-    assert side.summary() == EndpointSummary(2, 2, True)
-
-
-def test_idle_endpoint_that_is_replaced(side: OneSide) -> None:
-    old = side.get(1)
-    side.leave(old, reusable=True)
-    new = side.get(2)
-    assert old.gone and side.endpoints_to_worker.idle == 0
-    assert side.summary() == EndpointSummary(2, 2, True)
-    assert side.get(2) is new
-
-
-@pytest.mark.parametrize("reusable", [True, False])
-def test_endpoint_that_a_client_was_told_of_stays(side: OneSide, clock: Clock, reusable: bool) -> None:
-    core = side.get(1)
-    for _ in range(2):
-        side.endpoints_to_worker.hold_for_client(WITH)
-    side.leave(core, reusable=reusable)
-    side.endpoints_to_worker.release_hold(WITH)
-    clock.pass_idle_time()
-    side.endpoints_to_worker.close_idle()
-    assert not core.gone
-    assert side.summary() == EndpointSummary(1, 1, True)
-    side.endpoints_to_worker.release_hold(WITH)
-    side.endpoints_to_worker.close_idle()
-    assert core.gone
-
-
 def test_idle_endpoints_of_either_kind(side: OneSide, clock: Clock) -> None:
     """A client that is expected, and an endpoint that is made, matter to those of one kind only."""
     core, other = side.get(1, WITH), side.get(2, WITHOUT)
@@ -320,17 +219,6 @@ def test_idle_endpoints_of_either_kind(side: OneSide, clock: Clock) -> None:
     assert other.gone
 
 
-def test_endpoint_that_cannot_be_kept_of_either_kind(side: OneSide) -> None:
-    """A client that is expected with another kind does not keep it."""
-    core, other = side.get(1, WITH), side.get(2, WITHOUT)
-    side.endpoints_to_worker.hold_for_client(WITH)
-    for each in (core, other):
-        side.leave(each, reusable=False)
-    assert other.gone and not core.gone
-    assert side.summary(WITH) == EndpointSummary(2, 1, True)
-    assert side.summary(WITHOUT) == EndpointSummary(2)
-
-
 def test_endpoint_that_has_ended_is_forgotten(side: OneSide) -> None:
     core = side.get(1)
     side.leave(core, reusable=True)
@@ -339,13 +227,6 @@ def test_endpoint_that_has_ended_is_forgotten(side: OneSide) -> None:
     assert (side.summary(), side.endpoints_to_worker.idle) == (EndpointSummary(1), 0)
     assert side.cannot_get(1)
     assert side.get(2) is not core
-
-
-def test_old_endpoint_that_has_ended(side: OneSide) -> None:
-    old, new = side.get(1), side.get(2)
-    old.close()
-    assert side.summary() == EndpointSummary(2, 2, True)
-    assert side.get(2) is new
 
 
 def test_peers_that_only_said_they_were_there() -> None:
