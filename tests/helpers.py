@@ -43,7 +43,7 @@ from forked import ForkedProcess, fork_server
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.ucp import _live_handles
+from trio_ucx._util import live_handles as _live_handles
 
 #: Values of UCX_TLS. Shared memory alone has no connections by socket address.
 TRANSPORTS = ["tcp", "tcp,sm,self"]

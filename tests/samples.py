@@ -9,10 +9,10 @@ from typing import Any, cast
 from trio_ucx._handshake import peer_description
 from trio_ucx._handshake.peer_description import PeerDescription, SharedMemory
 from trio_ucx._rules.tag_queue import Mover, TagQueue
+from trio_ucx._util.fields import Layout
+from trio_ucx._util.process import Host, Process
 from trio_ucx.ucp import Feature, WorkerAddress
 from trio_ucx.ucp import _worker_address as worker_address
-from trio_ucx.ucp._fields import Layout
-from trio_ucx.ucp._process import Host, Process
 from trio_ucx.ucp._quirks.address_layout import parse_worker_address
 from trio_ucx.ucp._quirks.option_limits import DEFAULT_SIZES
 

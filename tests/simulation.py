@@ -29,6 +29,7 @@ from trio_ucx._rules import byte_stream as stream
 from trio_ucx._rules import wire
 from trio_ucx._rules.life import Loss
 from trio_ucx._rules.tag_queue import MessageState, Want
+from trio_ucx._util.live_handles import live_handles
 from trio_ucx.ucp import Status
 from trio_ucx.ucp._engine.dispatch import deliver, deliver_failures
 from trio_ucx.ucp._engine.ending import CloseState
@@ -39,7 +40,6 @@ from trio_ucx.ucp._engine.share import Share
 from trio_ucx.ucp._engine.teardown import Teardown
 from trio_ucx.ucp._engine.waits import Pending
 from trio_ucx.ucp._features import Feature
-from trio_ucx.ucp._live_handles import live_handles
 from trio_ucx.ucp._memory.buffers import Pinned
 
 #: What was reported as internal errors of trio_ucx.

@@ -16,7 +16,7 @@ from samples import ALL, with_checksum
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._opening import addresses as _addresses
-from trio_ucx.ucp._process import NOBODY, this_host
+from trio_ucx._util.process import NOBODY, this_host
 from trio_ucx.ucp._quirks.option_limits import DEFAULT_SIZES
 from trio_ucx.ucp._worker_address import LAYOUT, VERSION
 

@@ -34,8 +34,8 @@ from trio_ucx._handshake.exchange import Exchange, FrameKind
 from trio_ucx._opening import unix as _unix
 from trio_ucx._opening.options import check_exchange_options
 from trio_ucx._rules.wire import MAGIC, VERSION
+from trio_ucx._util.process import this_host
 from trio_ucx.testing import internals
-from trio_ucx.ucp._process import this_host
 
 KEY = b"correct horse battery staple"
 OTHER_KEY = b"16 other letters"

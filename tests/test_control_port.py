@@ -24,7 +24,7 @@ from trio_ucx._handshake.exchange import Exchange
 from trio_ucx._handshake.peer_description import PeerDescription, SharedMemory
 from trio_ucx._handshake.server import MAX_EXCHANGES, NO_TLS
 from trio_ucx._rules.wire import MAGIC, VERSION
-from trio_ucx.ucp._process import this_host
+from trio_ucx._util.process import this_host
 
 HEAD = struct.Struct("<IB")
 PREAMBLE = MAGIC + struct.pack("<HH", VERSION, 0) + bytes(32)

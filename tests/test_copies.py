@@ -15,8 +15,8 @@ from test_public_surface import MODULES
 
 import trio_ucx
 from trio_ucx import testing, ucp
+from trio_ucx._util.handles import OpenedNotConstructed, refuse_copy
 from trio_ucx.anyio import UCXListener, UCXStream
-from trio_ucx.ucp._util import OpenedNotConstructed, refuse_copy
 
 WAYS: list[Callable[[Any], object]] = [copy.copy, copy.deepcopy, pickle.dumps]
 

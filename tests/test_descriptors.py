@@ -18,7 +18,7 @@ PROGRAM = """
 import contextlib, errno, json, os, resource, sys
 import trio, trio_ucx
 from trio_ucx import ucp
-from trio_ucx.ucp._live_handles import live_handles
+from trio_ucx._util.live_handles import live_handles
 
 KIND, TLS, SPARES = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 # A shared worker stays, and so do the descriptors of a GPU's drivers, which the first context starts.

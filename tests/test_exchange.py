@@ -37,9 +37,9 @@ from trio_ucx._handshake.exchange import (
 from trio_ucx._handshake.peer_description import PeerDescription, SharedMemory, why_not_shared_memory
 from trio_ucx._rules import wire
 from trio_ucx._rules.wire import MAGIC, VERSION, ProtocolError
+from trio_ucx._util.process import Host, Process
 from trio_ucx.ucp._engine.endpoints_to_worker import EndpointSummary
 from trio_ucx.ucp._keys import KEY_SIZE
-from trio_ucx.ucp._process import Host, Process
 from trio_ucx.ucp._quirks.option_limits import DEFAULT_SIZES
 from trio_ucx.ucp._transports import obstacle_to_shared_memory
 from trio_ucx.ucp._worker_address import MAX_ADDRESS, WorkerAddress

@@ -27,8 +27,8 @@ from remote import for_ucx
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._link import receiving, sending
+from trio_ucx._util.live_handles import live_handles
 from trio_ucx.testing import internals
-from trio_ucx.ucp._live_handles import live_handles
 
 # ---- no memory to record an operation ----
 

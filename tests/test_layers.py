@@ -18,7 +18,7 @@ from trio_ucx.ucp import _internal_api, chains
 PACKAGE = Path(trio_ucx.__file__).parent
 
 #: By folder, lowest first. The top level's own modules are the layer "".
-LAYERS = ["_native", "ucp", "", "mesh", "_cli", "testing"]
+LAYERS = ["_util", "_native", "ucp", "", "mesh", "_cli", "testing"]
 #: What a layer may not import although it lies below: the two top ones do not know each other.
 APART = {("testing", "_cli")}
 
@@ -42,7 +42,7 @@ ENDS = {
 #: What the rules of the exchange may import besides: they compute codes and checksums, and need records of ``ucp``.
 EXCHANGE = {
     *("hashlib", "hmac", "zlib"),
-    *("trio_ucx.ucp._fields.Field", "trio_ucx.ucp._fields.Layout", "trio_ucx.ucp._util.printable"),
+    *("trio_ucx._util.fields.Field", "trio_ucx._util.fields.Layout", "trio_ucx._util.text.printable"),
     *("trio_ucx.ucp.WorkerAddress", "trio_ucx.ucp._internal_api.decode_worker_address"),
     *(f"trio_ucx.ucp._internal_api.{name}" for name in ("EndpointSummary", "KeyPair", "new_key")),
     "trio_ucx.ucp._internal_api.check_without_shared_memory",
@@ -92,7 +92,6 @@ SIBLINGS = {
 
 #: Inside ``ucp``, lowest first: what is in a line may import what is in it and in those before.
 UCP = [
-    ["_util", "_contained", "_live_handles", "_process", "_fields", "_address"],
     ["_features", "_status", "_keys"],
     [
         *("_quirks.__init__", "_quirks.releases", "_quirks.address_layout", "_quirks.option_limits"),
@@ -115,9 +114,7 @@ UCP = [
     ["_worker"],
     ["__init__"],
 ]
-#: The first line, which has nothing to do with UCX: every layer may import these.
-UTILITIES = UCP[0]
-#: What else other layers import from inside ``ucp``.
+#: What other layers import from inside ``ucp``.
 INTERNAL_API = "_internal_api"
 #: For each folder above connections, how many lines import from inside the connections' layers, at most.
 INSIDE_CONNECTIONS = {"mesh": 1, "testing": 3, "_report": 10, "_cli": 0}
@@ -201,14 +198,7 @@ def test_ucp_has_one_direction(path: Path) -> None:
 def test_other_layers_import_only_the_internal_api_of_ucp(path: Path) -> None:
     if path.relative_to(PACKAGE).parts[0] != "ucp":
         inside = {name.split(".")[2] for name in imports(path) if name.startswith("trio_ucx.ucp._")}
-        assert inside <= {*UTILITIES, INTERNAL_API}
-
-
-@pytest.mark.parametrize("name", UTILITIES)
-def test_utilities_have_nothing_to_do_with_ucx(name: str) -> None:
-    for imported in imports(PACKAGE / "ucp" / f"{name}.py"):
-        parts = imported.split(".")
-        assert parts[0] != "trio_ucx" or (parts[1] == "ucp" and parts[2] in UTILITIES), imported
+        assert inside <= {INTERNAL_API}
 
 
 def test_every_name_of_the_internal_api_is_used() -> None:

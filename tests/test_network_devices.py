@@ -22,8 +22,8 @@ from samples import some_description
 from test_address_layout import Device, pack
 
 from trio_ucx import ucp
+from trio_ucx._util.socket_addresses import family_of
 from trio_ucx.ucp import WorkerAddress
-from trio_ucx.ucp._address import family_of
 from trio_ucx.ucp._quirks import network_devices
 from trio_ucx.ucp._quirks.address_layout import parse_worker_address
 

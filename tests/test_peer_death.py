@@ -35,9 +35,9 @@ from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._util.process import start_time, this_process
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.endpoint_core import EndpointCore
-from trio_ucx.ucp._process import start_time, this_process
 
 #: UCX's own interval is 20 seconds.
 SOON = 5.0

@@ -15,11 +15,11 @@ from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._util.arguments import ALL_BITS
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine import waits
 from trio_ucx.ucp._engine.operations import Operation
 from trio_ucx.ucp._tag import post_receive, post_send
-from trio_ucx.ucp._util import ALL_BITS
 
 
 class Ticks(trio.abc.Instrument):

@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("anyio")
 import trio_ucx.anyio
 from trio_ucx import mesh, testing, ucp
+from trio_ucx._util.handles import OpenedNotConstructed
 from trio_ucx.ucp import chains
-from trio_ucx.ucp._util import OpenedNotConstructed
 
 FILE = Path(__file__).with_name("public_surface.txt")
 MODULES: list[ModuleType] = [trio_ucx, ucp, chains, mesh, testing, trio_ucx.anyio]

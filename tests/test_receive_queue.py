@@ -21,8 +21,8 @@ from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._util import limits
 from trio_ucx.testing import internals
-from trio_ucx.ucp import _util
 
 #: Seconds until other connections break, and until new clients connect over shared memory.
 SOON = 5.0
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.cut_off
 def test_time_in_which_nobody_checks_counts_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a program that was stopped would take its own slowness for a stopped queue."""
     now = 100.0
-    monkeypatch.setattr(_util, "time", SimpleNamespace(monotonic=lambda: now))
-    limit = _util.RealTimeLimit(0.5)
+    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: now))
+    limit = limits.RealTimeLimit(0.5)
     for passed, over in ((0.25, False), (1000.0, False), (0.25, False), (0.0, False), (0.125, True), (0.0, True)):
         now += passed
         assert limit.is_over(1.0) is over

@@ -16,10 +16,11 @@ from samples import sample, some_worker
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake import handshake as handshake_side
+from trio_ucx._util import process as _process
+from trio_ucx._util.process import NOBODY, has_ended, open_pidfd, start_time, this_process
 from trio_ucx.testing import internals
-from trio_ucx.ucp import _connecting, _process
+from trio_ucx.ucp import _connecting
 from trio_ucx.ucp._hints import hint
-from trio_ucx.ucp._process import NOBODY, has_ended, open_pidfd, start_time, this_process
 from trio_ucx.ucp._status import Status
 
 RELEASE = ".".join(map(str, ucp.library().version[:2]))

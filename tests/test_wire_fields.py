@@ -23,9 +23,9 @@ from trio_ucx._handshake import exchange, peer_description
 from trio_ucx._handshake.peer_description import PeerDescription
 from trio_ucx._rules import wire
 from trio_ucx._rules.wire import ProtocolError
+from trio_ucx._util.fields import Field
 from trio_ucx.testing import internals
 from trio_ucx.ucp import _worker_address as worker_address
-from trio_ucx.ucp._fields import Field
 from trio_ucx.ucp._keys import KEY_SIZE
 
 FRAMES = list(wire._FRAMES.values())

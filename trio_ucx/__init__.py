@@ -4,6 +4,7 @@ UCX's RDMA is used where UCX has it, and has never been run in this repository.
 
 Layers, lowest first; imports point down only (``tests/test_layers.py``):
 
+    _util          utilities that have nothing to do with UCX
     _native        the compiled module, and loading UCX
     ucp            UCP in Trio idiom; any UCP peer can be talked to with it alone
     here           connections between two trio_ucx peers:
@@ -36,9 +37,9 @@ from ._report import report_as_environment_says as _report_as_environment_says
 from ._serve import open_ucx_listeners, serve_ucx
 from ._server import Server
 from ._statistics import ConnectionStatistics
+from ._util.handles import publish as _publish
 from ._version import __version__
 from .ucp._internal_api import Buffer, Error, MessageTooLong, UCXError, WritableBuffer
-from .ucp._util import publish as _publish
 
 __all__ = [
     "Backoff",

@@ -13,8 +13,8 @@ from ._errors import PeerClosed
 from ._link import ChannelState
 from ._opening.options import check_max_size, check_max_unread
 from ._rules.wire import UNACCEPTED
+from ._util.handles import OpenedNotConstructed
 from .ucp._internal_api import Buffer, WritableBuffer, about, separate
-from .ucp._util import OpenedNotConstructed
 
 if TYPE_CHECKING:
     from ._connection import Connection

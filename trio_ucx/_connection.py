@@ -18,9 +18,10 @@ from ._rules import byte_stream as stream
 from ._rules import wire
 from ._rules.tag_queue import Want
 from ._statistics import ConnectionStatistics
+from ._util.arguments import check_integer
+from ._util.handles import ConflictDetector, OpenedNotConstructed, warn_resource
 from .ucp import Endpoint, Worker
 from .ucp._internal_api import Buffer, Pending, WritableBuffer, check_elements, close_in_background, completed
-from .ucp._util import ConflictDetector, OpenedNotConstructed, check_integer, warn_resource
 
 
 def check_tag(tag: int) -> int:

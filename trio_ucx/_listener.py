@@ -8,8 +8,8 @@ from trio.lowlevel import enable_ki_protection
 
 from ._connection import Connection
 from ._handshake.server import Acceptor
+from ._util.handles import OpenedNotConstructed, warn_resource
 from .ucp import Worker
-from .ucp._util import OpenedNotConstructed, warn_resource
 
 
 @attrs.frozen

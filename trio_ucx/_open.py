@@ -24,8 +24,9 @@ from ._opening.backoff import Backoff
 from ._opening.options import KEEPALIVE_INTERVAL, ConnectOptions, check_exchange_options, check_options, check_worker
 from ._opening.run_worker import shared_worker
 from ._opening.unix import unix_path
-from .ucp import Worker
-from .ucp._address import (
+from ._util.arguments import check_in_trio, check_timeout
+from ._util.handles import OpenedNotConstructed
+from ._util.socket_addresses import (
     Resolved,
     SocketAddress,
     check_is_ours,
@@ -33,8 +34,8 @@ from .ucp._address import (
     format_address,
     split_address,
 )
+from .ucp import Worker
 from .ucp._internal_api import descriptors
-from .ucp._util import OpenedNotConstructed, check_in_trio, check_timeout
 
 #: Where a connection can go: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``.
 Address = SocketAddress

@@ -18,9 +18,9 @@ from ._opening.options import KEEPALIVE_INTERVAL, ListenerOptions, check_exchang
 from ._opening.run_worker import shared_worker
 from ._opening.unix import open_unix_listener, unix_path
 from ._server import Handler, OnHandlerError, Server
+from ._util.arguments import check_in_trio, check_integer, check_timeout
+from ._util.socket_addresses import check_port, format_address
 from .ucp import Worker
-from .ucp._address import check_port, format_address
-from .ucp._util import check_in_trio, check_integer, check_timeout
 
 logger = logging.getLogger("trio_ucx")
 

@@ -19,8 +19,9 @@ from ._errors import PeerClosed
 from ._listener import Listener
 from ._opening.addresses import reachable_address
 from ._report.frames import innermost_place
+from ._util.arguments import check_timeout
+from ._util.handles import OpenedNotConstructed
 from .ucp._internal_api import separate
-from .ucp._util import OpenedNotConstructed, check_timeout
 
 logger = logging.getLogger("trio_ucx")
 

@@ -26,7 +26,7 @@ from trio.lowlevel import enable_ki_protection
 import trio_ucx
 
 from ._opening.unix import PREFIX
-from .ucp._util import refuse_copy
+from ._util.handles import refuse_copy
 
 __all__ = ["UCXListener", "UCXStream"]
 

@@ -26,7 +26,7 @@ import trio
 
 import trio_ucx
 from trio_ucx import mesh, ucp
-from trio_ucx.ucp._live_handles import live_handles
+from trio_ucx._util.live_handles import live_handles
 
 #: Seconds for one run.
 LIMIT = 20

@@ -20,8 +20,8 @@ import trio
 
 from .. import Connection, NotAdmitted, connect, serve_ucx
 from .._opening.options import check_authkey
+from .._util.socket_addresses import format_address, split_address
 from .._version import __version__
-from ..ucp._address import format_address, split_address
 from .errors import EXPECTED, describe
 from .idle_cores import count_idle_cores
 from .local_pair import AUTHKEY_VARIABLE, run_pair, transport_options

@@ -48,8 +48,9 @@ import trio
 
 from .. import Connection
 from .._native import ucx
+from .._util.arguments import check_integer
+from .._util.text import printable
 from .._version import __version__
-from ..ucp._util import check_integer, printable
 from .errors import PerfError, describe
 from .payload_paths import (
     CONTROL_TAG,

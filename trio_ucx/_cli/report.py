@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from .._report.reporting import answer_path, mark_of
-from ..ucp._process import is_stopped
-from ..ucp._util import printable
+from .._util.process import is_stopped
+from .._util.text import printable
 from .errors import NoReport
 
 #: Seconds for an answer; and those after which an unanswered signal is sent again.

@@ -17,10 +17,9 @@ import trio
 from .._peer_info import PeerInfo
 from .._rules.life import Loss
 from .._rules.wire import ProtocolError
-from ..ucp._contained import contained
+from .._util.contained import contained, ignoring_late_run
+from .._util.live_handles import live_handles
 from ..ucp._internal_api import Engine
-from ..ucp._live_handles import live_handles
-from ..ucp._util import ignoring_late_run
 from .control_stream import CHUNK, TLS, peer_credentials
 from .exchange import Event, Exchange, Refused
 from .peer_description import PeerDescription

@@ -17,8 +17,8 @@ from contextlib import suppress
 import trio
 
 from .._rules.wire import MAGIC, ProtocolError
-from ..ucp._address import family_of
-from ..ucp._util import printable
+from .._util.socket_addresses import family_of
+from .._util.text import printable
 
 #: Host and port; ``("unix:/path", 0)`` for a Unix socket, or None where that has no name.
 Address = tuple[str, int] | None

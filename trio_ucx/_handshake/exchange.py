@@ -34,8 +34,8 @@ from typing import ClassVar
 import attrs
 
 from .._rules.wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError, RefusalCode
+from .._util.text import printable
 from ..ucp._internal_api import EndpointSummary, KeyPair, new_key
-from ..ucp._util import printable
 from .peer_description import PeerDescription
 
 #: Magic, version, flags, nonce. It is the same in every version, like REFUSE, so that a peer of another version can be

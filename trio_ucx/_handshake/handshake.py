@@ -28,9 +28,9 @@ from .._errors import refusal
 from .._link import Link, MessagePort, Options
 from .._rules import wire
 from .._rules.life import Loss
+from .._util.contained import contained, report
+from .._util.socket_addresses import family_of, format_address, is_loopback
 from ..ucp import WorkerAddress
-from ..ucp._address import family_of, format_address, is_loopback
-from ..ucp._contained import contained, report
 from ..ucp._internal_api import (
     Admission,
     EndpointsToWorker,

@@ -9,10 +9,10 @@ import zlib
 import attrs
 
 from .._rules.wire import MAX_WINDOW, MIN_THRESHOLD, MIN_WINDOW, ProtocolError
+from .._util.fields import Field, Layout
+from .._util.text import printable
 from ..ucp import WorkerAddress
-from ..ucp._fields import Field, Layout
 from ..ucp._internal_api import check_without_shared_memory, decode_worker_address, obstacle_to_shared_memory
-from ..ucp._util import printable
 
 #: The software, the worker's address and a checksum of everything follow these fields.
 LAYOUT = Layout(

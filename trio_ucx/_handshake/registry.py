@@ -10,10 +10,10 @@ from collections.abc import Collection
 
 from .._link import Options
 from .._rules import wire
+from .._util.process import host_name
 from .._version import SOFTWARE
 from ..ucp import Feature, Worker
 from ..ucp._internal_api import Engine, OptionError, at_control_socket, check_claim
-from ..ucp._process import host_name
 from .control_sockets import ControlSockets
 from .control_stream import Address
 from .peer_description import PeerDescription, SharedMemory

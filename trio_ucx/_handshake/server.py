@@ -35,12 +35,13 @@ import trio
 
 from .._link import Link, Options
 from .._rules.wire import ProtocolError, RefusalCode
+from .._util.contained import contained, report
+from .._util.handles import warn_resource
+from .._util.limits import CAPACITY_ERRORS
+from .._util.socket_addresses import format_address
 from .._version import SOFTWARE
 from ..ucp import Worker
-from ..ucp._address import format_address
-from ..ucp._contained import contained, report
 from ..ucp._internal_api import UCXError, Waiters, descriptors
-from ..ucp._util import CAPACITY_ERRORS, warn_resource
 from .control_stream import (
     ControlStream,
     local_address,

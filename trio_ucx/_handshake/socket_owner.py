@@ -29,7 +29,7 @@ from pathlib import Path
 import attrs
 import trio
 
-from ..ucp._address import family_of
+from .._util.socket_addresses import family_of
 
 #: Sockets that are read of each table.
 MAX_SOCKETS = 50_000

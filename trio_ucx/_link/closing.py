@@ -26,11 +26,11 @@ import trio
 from .._errors import PeerClosed, PeerLost
 from .._rules import wire
 from .._rules.life import Life, Loss, Peer, PeerEvent
+from .._util.contained import contained, report
+from .._util.live_handles import live_handles
+from .._util.process import has_ended
 from ..ucp import Status
-from ..ucp._contained import contained, report
 from ..ucp._internal_api import CloseState, UCXError, about, broken, internal_failure, under_way
-from ..ucp._live_handles import live_handles
-from ..ucp._process import has_ended
 from .message_port import MessagePort
 from .receiving import Receiving
 from .sending import Sending

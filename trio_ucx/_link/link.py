@@ -17,9 +17,9 @@ from .._peer_info import PeerInfo
 from .._rules import wire
 from .._rules.life import Life
 from .._rules.tag_queue import Want
+from .._util.live_handles import live_handles
 from ..ucp import Worker
 from ..ucp._internal_api import Buffer, CloseState, WritableBuffer, completed, is_short
-from ..ucp._live_handles import live_handles
 from .closing import Closing
 from .immutable import immutable
 from .message_port import MessagePort

@@ -19,8 +19,8 @@ from .._rules import wire
 from .._rules.credit import ReceiveCredit
 from .._rules.life import Answer, Life, Peer
 from .._rules.tag_queue import Message, MessageState, Receive, TagQueue, Want
+from .._util.contained import contained
 from ..ucp import Status
-from ..ucp._contained import contained
 from ..ucp._internal_api import (
     MessageTooLong,
     Operation,

@@ -24,8 +24,8 @@ from .._rules.life import Answer, Life
 from .._rules.tag_queue import Mover, TagQueue
 from .._rules.unread import UnreadThere
 from .._rules.wire import SMALL_MESSAGE
+from .._util.contained import contained
 from ..ucp import Status
-from ..ucp._contained import contained
 from ..ucp._internal_api import (
     DEFER_SECONDS,
     Buffer,

@@ -7,8 +7,8 @@ import socket
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
-from ..ucp._address import SocketAddress, family_of, split_address
-from ..ucp._address import format_address as _format
+from .._util.socket_addresses import SocketAddress, family_of, split_address
+from .._util.socket_addresses import format_address as _format
 from .unix import PREFIX, unix_path
 
 #: By the address of a listener at all addresses of its machine: that of the loopback interface, and one that no machine

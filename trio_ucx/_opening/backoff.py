@@ -13,7 +13,7 @@ import attrs
 import trio
 
 from .._errors import NotAdmitted, NotTrioUCX
-from ..ucp._util import check_timeout
+from .._util.arguments import check_timeout
 
 _T = TypeVar("_T")
 

@@ -9,8 +9,8 @@ from .._handshake.handshake import ExchangeOptions
 from .._handshake.peer_description import SharedMemory
 from .._link import Options
 from .._rules.wire import MAX_WINDOW, MIN_WINDOW
+from .._util.arguments import check_integer, check_timeout
 from ..ucp import Worker
-from ..ucp._util import check_integer, check_timeout
 from .backoff import Backoff
 
 #: Seconds of silence after which the kernel asks whether the peer's host is still there.

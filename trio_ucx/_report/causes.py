@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from .._link import ChannelState, Link
 from .._link.sending import SendOperation
 from .._rules import wire
-from ..ucp._address import is_loopback
+from .._util.socket_addresses import is_loopback
 from ..ucp._internal_api import ArmingState, Engine, Operation
 from .frames import TaskPlace
 from .items import counted

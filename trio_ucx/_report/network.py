@@ -8,7 +8,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 
-from ..ucp._process import Process, has_ended, is_stopped, is_visible, this_process
+from .._util.process import Process, has_ended, is_stopped, is_visible, this_process
 
 #: So many unanswered packets in a row are worth mentioning. One or two get lost anyway.
 _MANY = 3

@@ -10,7 +10,7 @@ Nothing here starts, places or restarts processes: that is the launcher's.
 Imports the top level, and nothing imports it.
 """
 
-from ..ucp._util import publish as _publish
+from .._util.handles import publish as _publish
 from ._errors import MeetingError, RankLostError
 from ._group import Group
 from ._joining import join

@@ -17,10 +17,10 @@ import trio
 
 from .. import Backoff, Connection, Listener, NotAdmitted, NotTrioUCX, open_ucx_listeners, open_ucx_stream
 from .._opening.backoff import is_temporary, waits
+from .._util.process import host_name, this_host
+from .._util.socket_addresses import format_address, is_loopback
+from .._util.text import printable
 from ..ucp import Worker
-from ..ucp._address import format_address, is_loopback
-from ..ucp._process import host_name, this_host
-from ..ucp._util import printable
 from . import _meeting_file
 from ._errors import MeetingError
 from ._mpi import broadcast

@@ -14,8 +14,9 @@ from trio.lowlevel import enable_ki_protection
 from .. import Buffer, Connection, WritableBuffer
 from .._connection import check_tag
 from .._opening.options import check_max_size
+from .._util.arguments import check_integer
+from .._util.handles import OpenedNotConstructed
 from ..ucp._internal_api import Signal
-from ..ucp._util import OpenedNotConstructed, check_integer
 from . import _collectives as collectives
 from ._errors import RankLostError, again
 from ._links import GONE, Links, RankConnection, has_left

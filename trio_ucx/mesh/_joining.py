@@ -11,9 +11,10 @@ import trio
 
 from .. import ConnectionOptions, open_ucx_listeners
 from .._opening.options import check_authkey, check_worker
+from .._util.arguments import check_in_trio, check_timeout
+from .._util.contained import report
+from .._util.interrupts import protected_asynccontextmanager
 from ..ucp import Worker
-from ..ucp._contained import report
-from ..ucp._util import check_in_trio, check_timeout, protected_asynccontextmanager
 from ._contact import open_meeting_point, reach_rank_0
 from ._errors import RankLostError, again
 from ._group import Group

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import attrs
 
-from ..ucp._util import printable
+from .._util.text import printable
 from ._slurm_lists import expand_counts, expand_nodelist
 from ._variables import MEETING, SIZE, AtFile, AtPort, Found, Meeting, ThroughMPI, Variables
 

@@ -20,10 +20,10 @@ from trio.lowlevel import enable_ki_protection
 
 from .. import Channel, Connection, Error, Listener, ServerFull, open_ucx_stream
 from .._link import Owner
+from .._util.limits import CAPACITY_ERRORS
+from .._util.process import host_name
 from ..ucp import Worker
 from ..ucp._internal_api import Signal
-from ..ucp._process import host_name
-from ..ucp._util import CAPACITY_ERRORS
 from ._members import Members
 from ._messages import Leaving, Message, RankAnswer, RankHello, decode, encode
 

@@ -13,7 +13,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from ..ucp._util import printable
+from .._util.text import printable
 
 #: Bytes. What rank 0 writes is much shorter.
 _LONGEST = 2**20

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import attrs
 import trio
 
-from ..ucp._address import is_loopback
+from .._util.socket_addresses import is_loopback
 from ._errors import RankLostError, again
 from ._messages import Address, Joined, Welcome
 

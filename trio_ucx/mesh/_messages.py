@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 import attrs
 
-from ..ucp._util import printable
+from .._util.text import printable
 
 #: An address as rank 0 knows it. A host of "" is rank 0's own host, which each rank knows by another address.
 Address = tuple[str, int]

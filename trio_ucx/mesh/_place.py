@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from .._opening.options import check_authkey
-from ..ucp._util import check_integer, printable
+from .._util.arguments import check_integer
+from .._util.text import printable
 from ._launchers import LAUNCHERS, Machine, recognise
 from ._variables import AUTHKEY, AUTHKEY_FILE, MAX_SIZE, MEETING, RANK, SIZE, Found, Meeting, Variables, parse_meeting
 

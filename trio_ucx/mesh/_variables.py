@@ -12,7 +12,7 @@ import attrs
 
 from .. import format_address, parse_address
 from .._opening.unix import PREFIX as UNIX
-from ..ucp._util import printable
+from .._util.text import printable
 
 T = TypeVar("T")
 

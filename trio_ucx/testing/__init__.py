@@ -5,7 +5,7 @@ stopped; faults in what a Connection sends; a check that every native handle was
 ``_cli``.
 """
 
-from ..ucp._util import publish as _publish
+from .._util.handles import publish as _publish
 from ._faults import Faults
 from ._handles import assert_no_live_handles
 from ._introspection import internals  # noqa: F401  # for tests of trio_ucx itself, not public

@@ -16,9 +16,9 @@ import trio
 from .. import Connection, UCXError
 from .._link import Link, MessagePort
 from .._native import lib
+from .._util.arguments import ALL_BITS, check_integer, check_timeout
 from ..ucp import Status
 from ..ucp._internal_api import Pinned, pending_send_of_bytes
-from ..ucp._util import ALL_BITS, check_integer, check_timeout
 
 
 class FaultyPort(MessagePort):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from ..ucp._live_handles import live_handles
+from .._util.live_handles import live_handles
 
 
 def assert_no_live_handles() -> None:

@@ -11,8 +11,8 @@ import trio
 
 from .. import Connection, ConnectionOptions, connect, open_ucx_listeners
 from .._rules import wire
+from .._util.interrupts import protected_asynccontextmanager
 from ..ucp import Worker
-from ..ucp._util import protected_asynccontextmanager
 
 Pair = tuple[Connection, Connection]
 

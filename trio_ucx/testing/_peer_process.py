@@ -15,8 +15,8 @@ from typing import Any, Unpack
 import trio
 
 from .. import Connection, ConnectionOptions, Listener, connect, open_ucx_listeners
+from .._util.interrupts import protected_asynccontextmanager
 from ..ucp import Worker
-from ..ucp._util import protected_asynccontextmanager
 from ._faults import Faults
 
 #: Seconds for which leaving the block waits for the handler to end.

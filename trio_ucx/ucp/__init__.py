@@ -9,8 +9,6 @@ worker's, in a forked child, or where Python has no memory to record an operatio
 Layers, lowest first; imports point down only (``tests/test_layers.py``). Two quirks, ``key_gate`` and
 ``stopped_queue``, stand higher:
 
-    _util, _contained, _live_handles, _process,
-      _fields, _address                               utilities without UCX, for all layers of trio_ucx
     _features, _status, _keys                         features, statuses and errors, keys of data ports
     _quirks                                           what is done only because of UCX's faults
     _worker_address, _transports                      addresses, and which transports two workers use
@@ -28,6 +26,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``). Two qu
     _worker                                           puts them together
 """
 
+from .._util.handles import publish as _publish
 from ._active_messages import ActiveMessages, ActiveMessagesStatistics, WhenFull
 from ._am_send import SendProtocol
 from ._arrivals import ActiveMessage
@@ -47,7 +46,6 @@ from ._rma.remote_memory import AtomicOp, RemoteMemory
 from ._status import Status
 from ._stream import StreamData
 from ._tag import TagMessage
-from ._util import publish as _publish
 from ._worker import Worker, open_worker
 from ._worker_address import WorkerAddress
 

@@ -16,14 +16,15 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
+from .._util.arguments import check_integer
+from .._util.handles import OpenedNotConstructed
+from .._util.live_handles import live_handles
 from ._am_send import MAX_ID
 from ._arrivals import ActiveMessage, Arrival
 from ._engine.engine import Engine
 from ._engine.waits import Waiters
 from ._features import Feature
-from ._live_handles import live_handles
 from ._status import Status, UCXError
-from ._util import OpenedNotConstructed, check_integer
 
 logger = logging.getLogger("trio_ucx")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 
 from .._native import ffi, lib
+from .._util.arguments import check_integer
 from ._engine.endpoint_core import Scope
 from ._engine.operations import Operation
 from ._engine.posting import pending_operation, pin
 from ._features import Feature
 from ._memory.buffers import Buffer, Pinned
 from ._status import Status, UCXError
-from ._util import check_integer
 
 #: The largest id of active messages.
 MAX_ID = 65535

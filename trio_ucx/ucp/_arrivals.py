@@ -9,6 +9,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
+from .._util.handles import ConflictDetector, OpenedNotConstructed, warn_resource
 from ._endpoint import Endpoint
 from ._engine.borrowed import Borrowed
 from ._engine.engine import Engine
@@ -16,7 +17,6 @@ from ._engine.operations import Operation
 from ._engine.posting import check_reaches, completed, pending_operation
 from ._memory.buffers import Buffer, Pinned, WritableBuffer, new_bytes
 from ._status import MessageTooLong, Status
-from ._util import ConflictDetector, OpenedNotConstructed, warn_resource
 
 
 class Arrival:

@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 
 from .._native import ffi, lib, ucx
+from .._util.arguments import check_integer
 from ._memory.foreign import MemoryType
 from ._status import Status, UCXError
-from ._util import check_integer
 
 #: UCX keeps names of this many bytes.
 MAX_NAME = lib.TU_NAME_SIZE - 1

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from .._native import ffi, lib
+from .._util.socket_addresses import Resolved, format_address
 from . import _endpoint_options as endpoint_options
-from ._address import Resolved, format_address
 from ._endpoint_options import EndpointOptions, ErrorMode, wrong_family
 from ._engine.endpoint_core import EndpointCore
 from ._engine.engine import Engine

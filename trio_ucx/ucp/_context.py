@@ -14,6 +14,9 @@ import attrs
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib, ucx
+from .._util.arguments import check_timeout
+from .._util.handles import OpenedNotConstructed
+from .._util.interrupts import protected_contextmanager
 from ._attributes import ContextAttributes, check_name, native_name, query_context
 from ._features import DEFAULT_FEATURES, Feature
 from ._memory.buffers import Contiguous
@@ -25,7 +28,6 @@ from ._quirks.forks import Birth
 from ._quirks.option_limits import OptionError, in_force
 from ._quirks.releases import WELL_CONFIGURABLE
 from ._status import Status, UCXError
-from ._util import OpenedNotConstructed, check_timeout, protected_contextmanager
 
 #: What `config` may be: UCX options by their names without the ``UCX_`` prefix.
 Config = Mapping[str, str | int | bool]

@@ -13,6 +13,8 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib, ucx
+from .._util.arguments import check_integer
+from .._util.handles import OpenedNotConstructed, warn_resource
 from ._am_send import SendProtocol, post_am_send
 from ._attributes import text
 from ._context import Context
@@ -27,7 +29,6 @@ from ._rma.remote_memory import RemoteMemory, attach
 from ._status import Status, UCXError, broken, error_from_status
 from ._stream import StreamData, StreamReader, post_stream_send
 from ._tag import check_tag, post_send
-from ._util import OpenedNotConstructed, check_integer, warn_resource
 
 #: Seconds that a close which nobody waits for any more may take.
 BACKGROUND_CLOSE_TIMEOUT = 10.0

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from .._native import ffi, lib, ucx
-from ._address import Resolved, check_is_ours
+from .._util.socket_addresses import Resolved, check_is_ours
 
 #: The first UCX that knows :attr:`ErrorMode.FAILOVER`.
 FAILOVER_UCX = (1, 21)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .._native import ucx
-from ._process import has_ended
+from .._util.process import has_ended
 from ._quirks.address_layout import parse_worker_address
 from ._status import Status
 from ._worker_address import WorkerAddress

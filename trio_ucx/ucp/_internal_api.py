@@ -1,8 +1,8 @@
 """What the rest of trio_ucx imports from inside ``ucp``: connections, groups of processes, reports and commands.
 
-They import three things only: public names, from ``ucp`` itself; these names; and modules that have nothing to do with
-UCX (``UTILITIES`` in ``tests/test_layers.py``, which enforces this). Everything else in ``ucp`` can change without
-them. Before a name is added here, see whether an object that the caller holds already has a method for it.
+They import public names, from ``ucp`` itself, and these names (``tests/test_layers.py``). Everything else in ``ucp``
+can change without them. Before a name is added here, see whether an object that the caller holds already has a
+method for it.
 """
 
 from __future__ import annotations

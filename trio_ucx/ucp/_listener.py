@@ -14,18 +14,18 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import ffi, lib
-from ._address import Resolved, format_address
+from .._util.handles import OpenedNotConstructed, warn_resource
+from .._util.live_handles import live_handles
+from .._util.socket_addresses import Resolved, format_address
 from ._attributes import check_name
 from ._connecting import accept_request
 from ._endpoint import Endpoint, EndpointWorker, read_sockaddr
 from ._endpoint_options import EndpointOptions, ErrorMode, check_error_mode
 from ._engine.engine import Engine, engines
 from ._engine.waits import Waiters
-from ._live_handles import live_handles
 from ._quirks import descriptors
 from ._quirks.stopped_queue import check_queue
 from ._status import Status, os_error_from_status
-from ._util import OpenedNotConstructed, warn_resource
 
 #: Connection requests that may wait at a listener; further clients are rejected.
 BACKLOG = 256

@@ -10,6 +10,8 @@ import trio
 from outcome import Error, Value
 from trio.lowlevel import enable_ki_protection
 
+from .._util.handles import OpenedNotConstructed
+from .._util.interrupts import protected_asynccontextmanager
 from . import _status
 from ._am_send import SendProtocol, post_am_send
 from ._endpoint import Endpoint, EndpointWorker
@@ -19,7 +21,6 @@ from ._engine.waits import Pending, Signal
 from ._memory.buffers import Buffer, WritableBuffer
 from ._stream import post_stream_send
 from ._tag import check_mask, check_tag, post_receive, post_send
-from ._util import OpenedNotConstructed, protected_asynccontextmanager
 
 
 class SupportsRequests(Protocol):

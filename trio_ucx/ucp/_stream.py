@@ -11,6 +11,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import lib
+from .._util.handles import OpenedNotConstructed, warn_resource
 from ._engine.endpoint_core import Scope
 from ._engine.engine import Engine
 from ._engine.operations import Operation
@@ -18,7 +19,6 @@ from ._engine.posting import pending_operation, pin
 from ._engine.stream_buffer import StreamBuffer, StreamChunk
 from ._features import Feature
 from ._memory.buffers import Buffer, Pinned, WritableBuffer
-from ._util import OpenedNotConstructed, warn_resource
 
 
 @attrs.define(eq=False, repr=False)

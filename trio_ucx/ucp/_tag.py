@@ -7,6 +7,8 @@ from typing import TypeGuard
 import attrs
 
 from .._native import lib
+from .._util.arguments import ALL_BITS, check_integer
+from .._util.handles import OpenedNotConstructed
 from ._engine.endpoint_core import Scope
 from ._engine.engine import Engine
 from ._engine.operations import Operation, ReceiveOperation
@@ -15,7 +17,6 @@ from ._engine.tag_dispatch import CONNECTION_BIT
 from ._features import Feature
 from ._memory.buffers import Buffer, Pinned, WritableBuffer
 from ._status import Status, UCXError, error_from_status
-from ._util import ALL_BITS, OpenedNotConstructed, check_integer
 
 _TAG = Feature.TAG.value
 #: Bytes of up to this length take the short way.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ._address import is_loopback
+from .._util.socket_addresses import is_loopback
 from ._quirks.address_layout import agree_on_namespaces
 from ._quirks.option_limits import differences
 from ._worker_address import WorkerAddress

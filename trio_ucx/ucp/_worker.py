@@ -12,9 +12,12 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .._native import lib
+from .._util.arguments import check_in_trio
+from .._util.handles import OpenedNotConstructed
+from .._util.interrupts import protected_asynccontextmanager
+from .._util.socket_addresses import Resolved, SocketAddress, check_local_address, check_port, resolve, split_address
 from . import _endpoint_options as endpoint_options
 from ._active_messages import ActiveMessages, WhenFull, open_queue
-from ._address import Resolved, SocketAddress, check_local_address, check_port, resolve, split_address
 from ._attributes import WorkerAttributes, check_client_id, check_name
 from ._connecting import connect_socket, connect_worker
 from ._context import Config, Context
@@ -44,7 +47,6 @@ from ._tag import (
     post_receive,
     post_wait,
 )
-from ._util import OpenedNotConstructed, check_in_trio, protected_asynccontextmanager
 from ._worker_address import WorkerAddress
 
 if TYPE_CHECKING:

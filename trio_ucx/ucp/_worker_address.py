@@ -13,10 +13,10 @@ from typing import Any
 
 import attrs
 
+from .._util.fields import Field, Layout
+from .._util.process import MAX_PID, NOBODY, Host, Process
 from ._features import Feature
-from ._fields import Field, Layout
 from ._keys import KEY_SIZE
-from ._process import MAX_PID, NOBODY, Host, Process
 from ._quirks.address_layout import SHARED_MEMORY, check_version, read_uid
 from ._quirks.option_limits import AGREED, Sizes
 

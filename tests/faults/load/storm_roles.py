@@ -27,8 +27,8 @@ import trio
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._util.live_handles import live_handles
 from trio_ucx.testing._introspection import internals
-from trio_ucx.ucp._live_handles import live_handles
 
 #: Cycles until a client process takes a new worker.
 GENERATION = 500

@@ -32,7 +32,7 @@ import trio
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx.ucp._live_handles import live_handles
+from trio_ucx._util.live_handles import live_handles
 
 from . import broken
 from .log import Log, now

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from ..._util.handles import warn_resource
 from .._memory.window import Window
-from .._util import warn_resource
 from .teardown import Teardown
 from .trio_run import TrioRun
 

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 from ..._native import lib
-from .._contained import contained
+from ..._util.contained import contained
+from ..._util.handles import warn_resource
+from ..._util.limits import RealTimeLimit
 from .._memory.registered import unmap_unused
 from .._quirks.releases import STUCK_OPERATIONS_ARE_HARMLESS
-from .._util import RealTimeLimit, warn_resource
 from .engine import Engine
 from .operations import Operation
 

@@ -13,14 +13,14 @@ import trio
 from outcome import Value
 
 from ..._native import ffi, lib
+from ..._util.contained import contained, report
+from ..._util.handles import ConflictDetector
+from ..._util.live_handles import live_handles
+from ..._util.process import NOBODY, Process
 from .. import _hints
-from .._contained import contained, report
 from .._features import Feature
-from .._live_handles import live_handles
-from .._process import NOBODY, Process
 from .._quirks.key_gate import Admission
 from .._status import Origin, Status, UCXError, error_from_status
-from .._util import ConflictDetector
 from .._worker_address import WorkerAddress
 from .ending import CloseState, Ending, internal_failure, worker_failure
 from .endpoints_to_worker import EndpointsToWorker

@@ -44,7 +44,7 @@ import trio
 from outcome import Error
 
 from ..._native import ffi, lib
-from .._contained import contained, report
+from ..._util.contained import contained, report
 from .._context import Context
 from .._quirks.key_gate import KeyGate
 from .._status import Status, UCXError, broken

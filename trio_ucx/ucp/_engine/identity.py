@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 
 from ..._native import lib, ucx
+from ..._util.process import this_host
 from .._attributes import WorkerAttributes, query_worker
 from .._context import Context
-from .._process import this_host
 from .._quirks.address_layout import ParsedAddress, parse_worker_address, read_uid
 from .._quirks.option_limits import longest_am_header
 from .._status import read_sized

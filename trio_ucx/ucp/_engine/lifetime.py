@@ -17,10 +17,10 @@ import trio
 from outcome import Error
 
 from ..._native import ffi, lib
+from ..._util.contained import contained
+from ..._util.live_handles import live_handles
 from .._attributes import native_name
-from .._contained import contained
 from .._context import Context, with_chosen_options
-from .._live_handles import live_handles
 from .._quirks import descriptors, shared_memory
 from .._status import Status
 from .draining import dispose, drain

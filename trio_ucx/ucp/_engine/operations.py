@@ -15,10 +15,10 @@ from typing import Any, Protocol
 from outcome import Error, Value
 
 from ..._native import ffi, lib
-from .._contained import contained
+from ..._util.contained import contained
+from ..._util.text import printable
 from .._memory.buffers import Pinned
 from .._status import Origin, Status, broken, error_from_status
-from .._util import printable
 from .ending import Ending
 from .trio_run import TrioRun
 from .waits import Pending, Signal, Waiting

@@ -13,10 +13,9 @@ from functools import partial
 import attrs
 import trio
 
-from .._contained import contained
-from .._live_handles import live_handles
-from .._process import Process, open_pidfd
-from .._util import ignoring_late_run
+from ..._util.contained import contained, ignoring_late_run
+from ..._util.live_handles import live_handles
+from ..._util.process import Process, open_pidfd
 from .trio_run import TrioRun
 
 

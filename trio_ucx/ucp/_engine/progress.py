@@ -20,8 +20,8 @@ from typing import Protocol
 import trio
 
 from ..._native import lib
+from ..._util.contained import ignoring_late_run
 from .._quirks.descriptors import opened
-from .._util import ignoring_late_run
 from .arming import DEFER_SECONDS, TIMER_SECONDS, ArmingState
 from .batches import Batches
 from .endpoints_to_worker import EndpointsByWorker

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from typing import Any, Protocol
 
-from .._process import Process
+from ..._util.process import Process
 
 
 class ClosingEndpoint(Protocol):

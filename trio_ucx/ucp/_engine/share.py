@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..._native import lib
-from .._contained import contained
+from ..._util.contained import contained
 from .._status import UCXError
 from .ending import worker_failure
 from .endpoint_core import EndpointCore, Scope

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .._contained import contained
+from ..._util.contained import contained
 from .statistics import WorkerStatistics
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import trio
 
-from .._contained import contained, report
+from ..._util.contained import contained, report
 from .._quirks.forks import Birth
 
 

@@ -37,8 +37,8 @@ import trio
 from outcome import Error, Outcome, Value
 
 from ..._native import lib
-from .._contained import report
-from .._util import check_timeout
+from ..._util.arguments import check_timeout
+from ..._util.contained import report
 from .arming import Arming, ArmingState, Event
 
 RaiseCancel = Callable[[], Any]

@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from .._util import check_integer
+from ..._util.arguments import check_integer
 from . import cuda as _cuda
 
 

@@ -15,12 +15,13 @@ import attrs
 from trio.lowlevel import enable_ki_protection
 
 from ..._native import ffi, lib
+from ..._util.arguments import check_integer
+from ..._util.handles import ClosedOnExit, OpenedNotConstructed, warn_resource
+from ..._util.live_handles import live_handles
+from ..._util.process import NOBODY, Process, check_process, this_process
 from .._features import Feature
-from .._live_handles import live_handles
-from .._process import NOBODY, Process, check_process, this_process
 from .._quirks.forks import Birth
 from .._status import Status, UCXError, read_sized
-from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
 from .buffers import Contiguous, Pinned
 from .foreign import MemoryType
 from .window import Window

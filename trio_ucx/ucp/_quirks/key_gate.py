@@ -30,7 +30,7 @@ from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Any
 
 from ..._native import ffi, lib
-from .._address import family_of, is_loopback
+from ..._util.socket_addresses import family_of, is_loopback
 from .._keys import KEY_SIZE, KeyPair, new_key
 from .._worker_address import WorkerAddress
 from .address_layout import parse_worker_address

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..._native import ffi, lib
-from .._util import printable
+from ..._util.text import printable
 
 logger = logging.getLogger("trio_ucx.ucx")
 own_logger = logging.getLogger("trio_ucx")

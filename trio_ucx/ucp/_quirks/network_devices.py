@@ -27,7 +27,7 @@ from functools import lru_cache
 from ipaddress import ip_address
 
 from ..._native import ffi, lib
-from .._address import family_of
+from ..._util.socket_addresses import family_of
 from .._worker_address import WorkerAddress
 from .address_layout import parse_worker_address, with_tcp_at
 from .key_gate import parse_networks

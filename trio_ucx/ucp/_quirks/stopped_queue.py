@@ -41,8 +41,10 @@ from functools import partial
 import trio
 
 from ..._native import lib
+from ..._util.contained import report
+from ..._util.limits import RealTimeLimit
+from ..._util.process import Process
 from .._connecting import connect_worker
-from .._contained import report
 from .._context import Context
 from .._engine.engine import Engine
 from .._engine.lifetime import close_now, open_engine
@@ -50,10 +52,8 @@ from .._engine.posting import post_flush
 from .._engine.receive_queue import ClosingEndpoint, ReceiveQueue
 from .._engine.tag_dispatch import CONNECTION_BIT
 from .._features import Feature
-from .._process import Process
 from .._status import Status, UCXError, broken
 from .._tag import post_bytes_send
-from .._util import RealTimeLimit
 from .address_layout import SHARED_MEMORY
 
 logger = logging.getLogger("trio_ucx")

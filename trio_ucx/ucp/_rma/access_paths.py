@@ -27,10 +27,10 @@ from typing import Any
 import attrs
 
 from ..._native import ffi, lib
+from ..._util.live_handles import live_handles
 from .._engine.endpoint_core import EndpointCore, Scope
 from .._engine.posting import completed, post_flush
 from .._features import Feature
-from .._live_handles import live_handles
 from .._memory.registered import MemoryDescriptor, is_host_memory
 from .._status import Status, UCXError
 

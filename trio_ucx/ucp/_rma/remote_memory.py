@@ -11,6 +11,9 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from ..._native import ffi, lib
+from ..._util.arguments import check_integer
+from ..._util.handles import ClosedOnExit, OpenedNotConstructed, warn_resource
+from ..._util.process import NOBODY
 from .._connecting import connect_beside
 from .._engine.borrowed import Borrowed
 from .._engine.endpoint_core import EndpointCore, Scope
@@ -20,9 +23,7 @@ from .._engine.posting import check_reaches, completed, flush, pending_operation
 from .._features import Feature
 from .._memory.buffers import Contiguous, Pinned, WritableContiguous, new_bytes
 from .._memory.registered import Access, MemoryDescriptor, require_answers, ucx_access
-from .._process import NOBODY
 from .._status import Status, UCXError
-from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, warn_resource
 from .access_paths import AccessPath, Key, connect, find_access_path, refusal, try_connect
 
 

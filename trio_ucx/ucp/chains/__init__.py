@@ -5,7 +5,7 @@ build may leave it out, with the C code that it needs (``_native/chain``). Modul
 _expressions, _run, _builder, _chain.
 """
 
-from .._util import publish as _publish
+from ..._util.handles import publish as _publish
 from ._builder import Choice, Retry
 from ._chain import RequestChain
 from ._errors import (

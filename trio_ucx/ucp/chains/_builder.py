@@ -8,6 +8,8 @@ from typing import Any, Literal, TypedDict
 import attrs
 import trio
 
+from ..._util.arguments import check_integer, check_timeout
+from ..._util.handles import ClosedOnExit, OpenedNotConstructed
 from .._endpoint import Endpoint
 from .._engine.engine import Engine
 from .._engine.posting import check_reaches
@@ -16,7 +18,6 @@ from .._memory.buffers import Contiguous, Pinned
 from .._memory.registered import Access
 from .._rma.remote_memory import RemoteMemory
 from .._status import Status, UCXError
-from .._util import ClosedOnExit, OpenedNotConstructed, check_integer, check_timeout
 from ._errors import DependencyReferenceError, NoDependencyResource
 from ._expressions import (
     UNLIMITED,

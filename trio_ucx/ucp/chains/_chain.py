@@ -13,6 +13,7 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
+from ..._util.arguments import ALL_BITS, check_integer
 from .._am_send import MAX_ID
 from .._endpoint import Endpoint
 from .._engine.engine import Engine
@@ -26,7 +27,6 @@ from .._memory.registered import Access
 from .._rma.access_paths import Key
 from .._rma.remote_memory import AtomicOp, RemoteMemory, no_atomic_op
 from .._tag import check_tag
-from .._util import ALL_BITS, check_integer
 from ._builder import (
     ChainBuilder,
     CheckOptions,

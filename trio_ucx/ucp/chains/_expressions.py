@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 import attrs
 
+from ..._util.arguments import check_integer
+from ..._util.handles import OpenedNotConstructed
 from .._memory.buffers import Contiguous, Pinned
-from .._util import OpenedNotConstructed, check_integer
 from ._errors import DependencyReferenceError, NoDependencyResource
 from ._library import ffi, lib
 

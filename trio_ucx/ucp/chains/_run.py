@@ -13,19 +13,20 @@ import attrs
 import trio
 from outcome import Error, Outcome, Value
 
+from ..._util.contained import ignoring_late_run
+from ..._util.handles import OpenedNotConstructed
+from ..._util.live_handles import live_handles
 from .._endpoint import Endpoint
 from .._engine.endpoint_core import Scope
 from .._engine.engine import Engine
 from .._engine.operations import Operation
 from .._engine.progress import wait_timer
-from .._live_handles import live_handles
 from .._memory.buffers import Pinned
 from .._quirks.descriptors import opened
 from .._requests import RequestCancelled
 from .._rma.access_paths import AccessPath, Key, refusal
 from .._rma.remote_memory import RemoteMemory
 from .._status import Status
-from .._util import OpenedNotConstructed, ignoring_late_run
 from ._errors import DependencyBoundsError, DependencyFalse, DependencyNotEvaluated, DependencyReferenceError
 from ._expressions import ChainRequest
 from ._library import ffi, lib

@@ -9,7 +9,7 @@ import socket
 import attrs
 import trio
 
-from ._util import check_integer
+from .arguments import check_integer
 
 #: A socket address as people write it.
 SocketAddress = str | tuple[str, int]

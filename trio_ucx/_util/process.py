@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 
-from ._util import CAPACITY_ERRORS
+from .limits import CAPACITY_ERRORS
 
 #: Linux's limit for process ids.
 MAX_PID = 2**22

@@ -6,7 +6,8 @@ Trio ends the whole run when such a call raises.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 logger = logging.getLogger("trio_ucx")
 
@@ -27,3 +28,12 @@ def contained(function: Callable[..., object], *arguments: object) -> bool:
         report("an internal error of trio_ucx, while something ended", error)
         return False
     return True
+
+
+@contextmanager
+def ignoring_late_run() -> Iterator[None]:
+    """Ignores the RuntimeError that Trio raises when no run goes on."""
+    try:
+        yield
+    except RuntimeError:
+        pass

@@ -1,0 +1,1 @@
+"""Utilities that have nothing to do with UCX, for all layers. They import each other only."""
