@@ -12,7 +12,7 @@ TOLERABLE = 5.0
 
 
 def others_percent(cores: Sequence[int | None], seconds: float = 0.5) -> float:
-    """Returns how much of the busiest of these cores other programs use, while this one does nothing."""
+    """Returns how busy other programs keep the busiest of these cores, in percent, while this one sleeps."""
     return busiest_percent(measure_busy_shares(seconds), cores)
 
 
@@ -24,5 +24,5 @@ def busiest_percent(shares: Mapping[int, float], cores: Sequence[int | None]) ->
 def warn(busy: float) -> None:
     """Prints a warning if other programs use more than is tolerable."""
     if busy > TOLERABLE:
-        others = f"Others use {busy:.0f} % of a core that is measured on"
-        print(f"{others}: these figures say little, their ratios not much more.", file=sys.stderr)
+        others = f"Other programs use {busy:.0f} % of a core that is measured on"
+        print(f"{others}: the figures are unreliable, and their ratios hardly better.", file=sys.stderr)

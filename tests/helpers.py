@@ -97,7 +97,7 @@ def free_port() -> int:
 
 
 def python_path(folder: Path) -> str:
-    """Returns PYTHONPATH for a child: the folder, then what this process has, which may be where trio_ucx is."""
+    """Returns PYTHONPATH for a child: the folder, then this process's own, through which it may find trio_ucx."""
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

@@ -255,7 +255,7 @@ class Endpoint:
     Attributes:
         generation: by which UCX pairs it.
         users: the ends of Connections and handshakes that use it.
-        failed: whether UCX has said so.
+        failed: whether UCX has reported that it failed.
         stream_data: whether stream data has come, which a later Connection must not get.
     """
 
@@ -305,7 +305,7 @@ class Endpoint:
 
     @property
     def is_shared(self) -> bool:
-        """Whether it is offered to the next Connection."""
+        """True if it is offered to the next Connection."""
         shared: int = self.endpoints_to_worker.summary(self.peer_address).shared
         return shared == self.generation
 
@@ -425,7 +425,7 @@ class End:
     state: str = HANDSHAKE
     endpoint: Endpoint | None = None
     expects: bool = False
-    #: The server's summary, as its client is told.
+    #: The server's summary, as the client was told.
     told: EndpointSummary = attrs.Factory(EndpointSummary)
     told_endpoint: Endpoint | None = None
     shared_memory: bool = False

@@ -62,7 +62,7 @@ class Side:
     """One side, which answers as the library does.
 
     Attributes:
-        summary: what a server says.
+        summary: what a server says about its endpoints, in WELCOME.
         choice: what a client takes: the generation, and whether both send HELLO; None: it sends AGAIN.
         again: whether a server answers TAKE with AGAIN.
         silent_after: an event that this side does not answer.

@@ -116,11 +116,11 @@ UCP = [
 ]
 #: What other layers import from inside ``ucp``.
 INTERNAL_API = "_internal_api"
-#: For each folder above connections, how many lines import from inside the connections' layers, at most.
+#: By folder above connections: the most lines that may import from inside the connections' layers.
 INSIDE_CONNECTIONS = {"mesh": 1, "testing": 3, "_report": 10, "_cli": 0}
 
-#: The only circle: a module that imports, for an annotation, one above it. Users get ``channel.connection``.
-CIRCLES = {("trio_ucx._channels", "trio_ucx._connection")}
+#: The only import cycle: a module imports one above it for an annotation. Users get ``channel.connection``.
+CYCLES = {("trio_ucx._channels", "trio_ucx._connection")}
 #: A build may leave these out. The only module that imports one does so in a method, and for its annotation.
 EXTENSIONS = {"trio_ucx.ucp.chains": "_worker.py"}
 
@@ -172,7 +172,7 @@ def for_annotations(path: Path) -> set[str]:
 def test_no_module_is_imported_for_annotations_alone(path: Path) -> None:
     if path.parent != PACKAGE / "_native":
         extensions = {name for name, user in EXTENSIONS.items() if user == path.name}
-        circular = {imported for importer, imported in CIRCLES if importer == module_name(path)}
+        circular = {imported for importer, imported in CYCLES if importer == module_name(path)}
         assert for_annotations(path) <= extensions | circular
 
 
@@ -229,17 +229,17 @@ def test_nothing_needs_an_extension_to_be_imported(extension: str) -> None:
                 assert not [name for name in imports(path) if name.startswith(extension)], path
 
 
-def test_no_module_imports_itself_in_a_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     """Imports for annotations included."""
     names = {module_name(path): path for path in modules()}
     graph = {}
     for name, path in names.items():
         imported = {each if each in names else each.rpartition(".")[0] for each in imports(path)}
-        graph[name] = {each for each in imported & names.keys() if each != name and (name, each) not in CIRCLES}
+        graph[name] = {each for each in imported & names.keys() if each != name and (name, each) not in CYCLES}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
-        pytest.fail(f"a circle of imports: {error.args[1]}")
+        pytest.fail(f"an import cycle: {error.args[1]}")
 
 
 #: Classes that two modules have under one name: one is the Protocol, or the user's view, of the other.
@@ -255,7 +255,7 @@ def test_a_class_name_means_one_thing() -> None:
     assert {name: paths for name, paths in places.items() if len(paths) > 1}.keys() == TWICE
 
 
-def test_no_c_file_calls_itself_in_a_circle() -> None:
+def test_there_are_no_call_cycles_of_c_files() -> None:
     """Neither directly nor through others; ``static`` functions do not count, as no other file can call them."""
     files = {
         path: re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL) for path in PACKAGE.rglob("_native/**/*.c")

@@ -278,7 +278,7 @@ KNOWN: dict[str, Callable[[TagQueue, SendCredit[Any]], object]] = {
 
 @pytest.mark.parametrize("known", KNOWN)
 def test_what_is_known_of_a_tag_is_not_forgotten(known: str) -> None:
-    """While other tags come and go; and what the peer may have unread is asked, so that it can be forgotten."""
+    """While other tags come and go. The peer is asked what it has unread, so that the queue can be forgotten later."""
     out: SendCredit[Any] = SendCredit(2**20, 0)
     asked = []
     queues = TagQueues(cast(Mover, None), out, asked.append)

@@ -103,7 +103,7 @@ async def test_address_without_a_common_transport() -> None:
 
 
 async def test_a_greeting_that_fails_at_once(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where another host has the peer's address, and answers. The error says how UCX connects."""
+    """Another host has the peer's address, and answers. The error says how UCX connects."""
 
     def fail(share: Any, frame: bytes, tag: int) -> None:
         raise share.error_of(Status.ENDPOINT_TIMEOUT, "sending a message")

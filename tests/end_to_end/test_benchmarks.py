@@ -151,7 +151,7 @@ def test_who_else_uses_the_cores(capsys: pytest.CaptureFixture[str]) -> None:
     busy_cores.warn(1)
     assert capsys.readouterr().err == ""
     busy_cores.warn(25)
-    assert capsys.readouterr().err.startswith("Others use 25 % of a core")
+    assert capsys.readouterr().err.startswith("Other programs use 25 % of a core")
 
 
 def test_names_are_chosen_by_patterns() -> None:

@@ -1,7 +1,7 @@
 """The paths of a measurement's payloads: a Connection, and beside it plain TCP between the same two processes.
 
 For plain TCP the server listens at a port of its own for one stream, which must begin with a token that the server has
-sent over the Connection. The two ends talk about the rounds over the Connection all the time.
+sent over the Connection. Control messages go over the Connection in either case.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ async def _begins_with(token: bytes, stream: trio.SocketStream) -> bool:
 
 
 async def connect_stream(connection: Connection, port: int, token: str) -> trio.SocketStream:
-    """The client's part: connects, and sends the token.
+    """For the client: connects to the server's port, and sends the token.
 
     Raises:
         OSError, trio.BrokenResourceError: it cannot connect there.

@@ -54,7 +54,7 @@ class Connector:
         self._tried: list[WorkerConnections] = []
 
     async def run(self) -> Link:
-        """Connects, from one worker after the other. Returns the open connection.
+        """Connects, trying one worker after another until one can be used. Returns the open connection.
 
         Raises:
             TimeoutError: it took longer than ``timeout``.

@@ -152,7 +152,7 @@ class Handshake:
         self._peer_address: WorkerAddress
         #: Whether the worker connects with itself. UCX connects each such endpoint with itself.
         self._with_itself = False
-        #: Whether the peer was told our endpoint summary, and we have not got an endpoint since.
+        #: Whether our shared endpoint is held for the client, which was told our endpoint summary and has not joined.
         self._holds = False
         #: Whether HELLO has to arrive over UCX before the connection is open, and whether it has.
         self._greet = True
@@ -287,10 +287,10 @@ class Handshake:
         return self.registry.engine.endpoints_by_worker.of(self.peer.worker.uid)
 
     def endpoint_summary(self) -> EndpointSummary:
-        """For the server: returns its endpoint summary, for WELCOME.
+        """For the server: returns the endpoint summary for WELCOME, and holds the shared endpoint for the client.
 
         Until the client has joined or gone, our shared endpoint is neither replaced nor closed for being idle. If it
-        has been greeted, the client may send over it at once.
+        has been greeted, the client may send over it at once, so the Link is made here.
         """
         if self._with_itself:
             return EndpointSummary()

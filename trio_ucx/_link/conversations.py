@@ -27,13 +27,13 @@ from .tag_queues import TagQueues
 
 @attrs.define(eq=False)
 class ChannelState:
-    """One channel.
+    """What is known about one channel.
 
     Attributes:
         queue: its tag queue, which has it as its ``channel``.
         origin: marks the errors that say that the peer has left it.
         left, peer_left: whether this side, and the peer, have left it.
-        by_force: whether the peer's block was left by an exception.
+        by_force: whether the peer has left it because of an exception or a cancellation.
         accepted: whether a user has it.
     """
 
@@ -73,7 +73,7 @@ class OpenChannels:
 
     Args:
         end: ends the receives of a tag queue for which no message will arrive.
-        announce: tells that the peer has begun a conversation.
+        announce: called with the number of a conversation that the peer has begun.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class OpenChannels:
         return talk
 
     def arrived(self, number: int) -> None:
-        """A message arrived in a tag queue of conversations: one that is not open begins.
+        """Called for each message of a conversation. If it is not open, the peer begins it with this message.
 
         Raises:
-            wire.ProtocolError: it belongs to none.
+            wire.ProtocolError: the peer cannot begin it: its number is one of those that this side chooses.
         """
         queue = self._queues.get(number)
         if queue is not None and queue.channel is not None:
@@ -176,7 +176,7 @@ class OpenChannels:
         queue = self._queues.get(number)
         talk: ChannelState | None = None if queue is None else queue.channel
         if talk is None:
-            if wire.CONVERSATIONS <= number < wire.ANSWERS:  # it has sent nothing there
+            if wire.CONVERSATIONS <= number < wire.ANSWERS:  # the peer has sent nothing there
                 self._sending.send_frame(wire.Leave(wire.other_direction(number), False))
                 return
             if number > wire.MAX_TAG:

@@ -174,7 +174,7 @@ class Link:
             sending.send_nowait(queue, immutable(data))
         if max_unread is not None:
             sending.count_unread(queue)
-            sending.may_add(queue, max_unread)  # asks now, if the next one will have to wait
+            sending.may_add(queue, max_unread)  # asks the peer now, if the next send will have to wait
 
     async def wait_unread(self, number: int, max_unread: int) -> None:
         """Waits until the peer has room for one more message, and counts it."""

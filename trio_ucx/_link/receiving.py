@@ -363,7 +363,7 @@ class Receiving:
             self._answer(queue)
 
     def _answer(self, queue: TagQueue) -> None:
-        """Answers the peer's question about a tag queue, if what it waits for is true."""
+        """Answers the peer's question about a tag queue once fewer messages than its limit are unread."""
         limit, count = queue.limit_asked_for, queue.unread
         if count < limit:
             queue.limit_asked_for = 0

@@ -39,7 +39,7 @@ from ..ucp._internal_api import (
 )
 from .message_port import MessagePort
 
-#: Batches are messages of a tag queue that nobody reads: the peer takes them apart before.
+#: The tag queue that batches are written to. No receive reads it: the peer takes each batch apart on arrival.
 _BATCHES = TagQueue(wire.BATCH, cast(Mover, None))
 
 

@@ -1,4 +1,4 @@
-"""The tag queues of one connection: made when they are looked up, and forgotten when there is nothing to remember."""
+"""The tag queues of one connection: made when looked up, and forgotten when a new one would know as much."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from .._rules import wire
 from .._rules.credit import SendCredit
 from .._rules.tag_queue import Mover, TagQueue
 
-#: So many idle tag queues are kept: one is used again and again, most often.
+#: Idle tag queues are kept while there are no more tag queues than this: most programs use a few, again and again.
 IDLE_QUEUES = 64
-#: The least number of tag queues at which those are looked for that have become idle since they were used.
+#: The number of tag queues from which on idle ones are looked for.
 _LEAST_SWEEP = 256
 
 
 class TagQueues(dict[int, TagQueue]):
-    """The tag queues of one connection, by the number of the one that this side reads. A missing one is made.
+    """The tag queues of one connection, by the number that this side reads. ``queues[number]`` makes a missing one.
 
-    Nobody keeps an idle one while messages may arrive: it may be forgotten, and another one made.
+    Do not keep an idle queue while messages may arrive: it may be forgotten, and another one made. Look it up again.
 
     Args:
-        mover: what moves the messages that arrive.
-        credit: it knows how many messages the peer has.
-        ask: asks the peer about a queue of which it may have something unread.
+        mover: moves the messages that arrive.
+        credit: knows how many messages the peer has received.
+        ask: asks the peer whether it has read all messages of a queue.
     """
 
     def __init__(self, mover: Mover, credit: SendCredit[Any], ask: Callable[[TagQueue], None]) -> None:
-        #: Those in which receives may wait.
+        #: The tag queues in which receives may wait.
         self.awaited: set[TagQueue] = set()
         self._mover = mover
         self._credit = credit
@@ -41,16 +41,16 @@ class TagQueues(dict[int, TagQueue]):
         return queue
 
     def that_writes_to(self, number: int) -> TagQueue | None:
-        """Returns the tag queue whose messages the peer reads in this one; None for a conversation that is over.
+        """Returns the tag queue that writes to this one, which the peer reads; None if its conversation is not open.
 
         Raises:
-            ProtocolError: there is no such tag queue.
+            ProtocolError: the number is reserved.
         """
         wire.check_queue(number)
         return self.get(wire.other_direction(number)) if number >= wire.CONVERSATIONS else self[number]
 
     def forget(self, queue: TagQueue) -> bool:
-        """Returns whether it was there: another one may have its number by now."""
+        """Forgets a tag queue. Returns True if it was there: another one may have its number by now, and stays."""
         if self.get(queue.number) is not queue:
             return False
         del self[queue.number]
@@ -62,7 +62,11 @@ class TagQueues(dict[int, TagQueue]):
             self.forget(queue)
 
     def _sweep(self) -> None:
-        """Forgets the queues that have become idle when the peer told what it has, which names none of them."""
+        """Forgets idle queues that were not idle when they were last used.
+
+        GRANT and ADMIT say how many messages the peer has received, which can make any queue idle. Where the peer may
+        have messages of a queue unread, asks it, so that a later sweep can forget the queue.
+        """
         for queue in list(self.values()):
             self.forget_if_idle(queue)
             if queue.unread_there is not None:
@@ -70,7 +74,7 @@ class TagQueues(dict[int, TagQueue]):
         self._sweep_at = max(_LEAST_SWEEP, 2 * len(self))
 
     def close(self, error: Exception) -> None:
-        """The connection is closed: drops all messages."""
+        """Drops all messages, and ends all receives with an error, because the connection was closed."""
         for queue in list(self.values()):
             queue.close(error)
         self.clear()

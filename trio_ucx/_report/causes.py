@@ -52,7 +52,7 @@ def of_connection(
     """Yields likely causes of a hang of a connection.
 
     Args:
-        operations: the sends that wait for credit, and what UCX has.
+        operations: the sends that wait for credit, and the operations that UCX has not completed.
         handler: the task that serves it.
     """
     if link.life.broke:
@@ -76,7 +76,7 @@ def of_connection(
 
 
 def of_channel(channel: ChannelState, user: TaskPlace) -> Iterator[str]:
-    """The cause of a hang of the peer's, if it may wait for an answer.
+    """Yields why the peer may hang, if it may wait for an answer on this channel.
 
     Args:
         user: a task of the program that has the channel, and does not wait in a call of trio_ucx.

@@ -124,7 +124,7 @@ def report_as_environment_says() -> None:
 
 
 def _answer(signum: int, frame: FrameType | None) -> None:
-    """Answers a signal, as its handler. Never raises."""
+    """Handles the signal: writes the report where it was asked for. Never raises."""
     try:
         asked = [kind for kind in KINDS if _answer_to_fifo(kind)]
         if not asked:

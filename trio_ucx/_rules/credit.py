@@ -73,13 +73,13 @@ class SendCredit(Generic[_Send]):
         #: The number of messages that were charged.
         self.sent = 0
         self.waiting: collections.OrderedDict[_Send, None] = collections.OrderedDict()
-        #: How many messages the peer is known to have.
+        #: How many messages the peer is known to have received.
         self.arrived_there = 0
-        #: How many tag queues the peer has admitted, and those of them for which sends wait.
+        #: How many tag queues have an admission of the peer; and those of them in which sends wait.
         self._admissions = 0
         self._overtaking: set[TagQueue] = set()
-        #: For :meth:`take_back`: the message of the same queue before the one that was charged last, and the number of
-        #: the last message that used an admission.
+        #: For :meth:`take_back`: what ``last`` of the queue was before the latest charge, and the number of the latest
+        #: message that used an admission.
         self._previous = 0
         self._last_admitted = 0
         #: How many grants have arrived, and how many had when STALLED was sent last.
@@ -158,7 +158,7 @@ class SendCredit(Generic[_Send]):
         """ADMIT arrived.
 
         Raises:
-            ProtocolError: the peer has admitted more tag queues than it may.
+            ProtocolError: the peer has admitted messages of more tag queues than it may.
         """
         self.arrived_there = received
         if queue.last <= received and not queue.admitted_by_peer:
@@ -173,7 +173,7 @@ class SendCredit(Generic[_Send]):
             self._overtaking.add(queue)
 
     def void_admission(self, queue: TagQueue) -> None:
-        """The peer's admission of the next message, if there is one, was used, or will never be."""
+        """Ends the peer's admission of the next message, if there is one: it was used, or will never be."""
         if queue.admitted_by_peer:
             queue.admitted_by_peer = False
             self._admissions -= 1
@@ -223,7 +223,7 @@ class ReceiveCredit:
         self.grants = 0
         #: The least amount that is granted without being asked for.
         self._worthwhile = max(window // 4, 1)
-        #: The number of tag queues whose next message was admitted, until one arrives.
+        #: How many tag queues have an admission: their next message was admitted, and has not arrived.
         self._admissions = 0
 
     def arrived(self, queue: TagQueue, size: int, count: int = 1) -> None:
@@ -239,7 +239,7 @@ class ReceiveCredit:
             self.void_admission(queue)
 
     def void_admission(self, queue: TagQueue) -> None:
-        """Our admission of the next message, if there is one, was used, or will never be."""
+        """Ends our admission of the next message, if there is one: it was used, or will never be."""
         if queue.admitted:
             queue.admitted = False
             self._admissions -= 1

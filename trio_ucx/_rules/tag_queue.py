@@ -1,8 +1,8 @@
-"""Tag queues: the messages of one tag that arrived, the receives that wait for them, and which gets which. Pure.
+"""Tag queues: the messages that arrived, the receives that wait for them, and which receive gets which message. Pure.
 
-:class:`TagQueue` has all that is known about a tag queue in both directions. What it does itself is about what arrives;
-what is sent is the business of ``credit`` and ``unread``, which keep their marks here. A tag queue is a user's tag, the
-byte stream, or one side of a conversation.
+A tag queue is a user's tag, the byte stream, or a conversation. A :class:`TagQueue` has all that one side knows about
+it, in both directions. Its methods are about the messages that arrive. What may be sent is decided in ``credit.py`` and
+``unread.py``, which keep their state of each queue in its attributes.
 
 A tag queue pairs its messages with its receives in order: the first message goes to the first receive. Receives
 complete in order, too, so a message is never overtaken when a receive is cancelled.
@@ -175,8 +175,8 @@ class TagQueue:
     """One tag queue of a connection, in both directions.
 
     Attributes:
-        number: which one this side reads. Connections find it by this number.
-        written: which one this side writes to: the same, unless it is a conversation's.
+        number: the number that this side reads, by which its connection finds it.
+        written: the number that this side writes to: the same, unless it is a conversation's.
     """
 
     __slots__ = (
@@ -206,20 +206,20 @@ class TagQueue:
         #: The channel that uses it, if one does (``_link.conversations.ChannelState``).
         self.channel: Any = None
         # What is sent: see SendCredit and UnreadThere.
-        #: The number of the message of this queue that was charged last; 0 for none.
+        #: Its message that was charged last, counted over all messages of the connection; 0 if there was none.
         self.last = 0
         #: The sends that wait for credit.
         self.line: collections.OrderedDict[Any, None] = NOTHING
         #: Whether the peer has admitted the next message.
         self.admitted_by_peer = False
-        #: How much of it the peer has unread; None if nothing, as far as is known.
+        #: What the peer may have unread of sends with ``max_unread``; None if it has read all of those.
         self.unread_there: UnreadThere | None = None
         # What arrives.
         #: Whether this side has admitted the peer's next message: see ReceiveCredit.
         self.admitted = False
-        #: The limit of the peer's question (ASK) that was not answered yet; 0 if there is none.
+        #: The limit in the peer's question (ASK) that was not answered yet; 0 if there is none.
         self.limit_asked_for = 0
-        #: The error of all later receives, because a message is missing; None if none is.
+        #: The error of all later receives: a message is missing, or the queue has ended. None if neither is the case.
         self.failure: Exception | None = None
         #: The first packed messages, which come before all others; while there are any, no receive waits.
         self.packed: Packed | None = None
@@ -236,14 +236,14 @@ class TagQueue:
 
     @property
     def empty(self) -> bool:
-        """True if nothing has arrived that was not taken, and no receive waits."""
+        """True if all messages were taken, no receive waits, and the queue has not failed or ended."""
         return not (self.messages or self.receives or self.packed) and self.failure is None
 
     def idle(self, arrived_there: int) -> bool:
         """True if a new queue with this number would know as much.
 
         Args:
-            arrived_there: how many of all messages the peer is known to have.
+            arrived_there: how many messages of the connection the peer is known to have received.
         """
         return (
             self.empty

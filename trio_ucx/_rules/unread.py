@@ -32,7 +32,7 @@ class UnreadThere:
         self.since += 1
 
     def answered(self, limit: int, unread: int) -> bool:
-        """UNREAD arrived, which says nothing if the question was replaced. Returns whether the peer has read all."""
+        """UNREAD arrived; ignored if another question has replaced this one. Returns True if the peer has read all."""
         if self.asked != limit:
             return False
         self.asked = 0

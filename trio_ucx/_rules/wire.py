@@ -58,7 +58,7 @@ MAX_BATCH = 4096
 
 
 def other_direction(number: int) -> int:
-    """Returns the tag queue in which the answers to a tag queue arrive: its own, unless it is a conversation's."""
+    """Returns the number of the other direction of a tag queue: the same, unless it is a conversation's."""
     return number ^ (ANSWERS ^ CONVERSATIONS) if number >= CONVERSATIONS else number
 
 
@@ -90,7 +90,7 @@ def check_queue(queue: int) -> None:
         ProtocolError: it is reserved.
     """
     if queue > MAX_TAG and queue != STREAM and not CONVERSATIONS <= queue < PIECES:
-        raise ProtocolError(f"the peer wrote to the reserved tag queue {queue}")
+        raise ProtocolError(f"the peer used the reserved tag queue {queue}")
 
 
 # ---- control frames ----

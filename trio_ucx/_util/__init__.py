@@ -1,1 +1,1 @@
-"""Utilities that have nothing to do with UCX, for all layers. They import each other only."""
+"""Utilities that have nothing to do with UCX, for all layers. They import nothing else of trio_ucx."""

@@ -1,4 +1,4 @@
-"""Checks of arguments, and of where a call comes from."""
+"""Checks of arguments, and a check that a call comes from a Trio task."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import operator
 
 import trio
 
-#: The greatest tag, and the mask that compares all of it.
+#: The greatest unsigned integer of 64 bits: as a mask, it compares all bits.
 ALL_BITS = (1 << 64) - 1
 
 

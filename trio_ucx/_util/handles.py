@@ -1,4 +1,4 @@
-"""What the classes of handles share: how they are made, closed and refused, and what they are called."""
+"""What the classes of handles share: making and closing them, refusing copies and conflicts, public names, warnings."""
 
 from __future__ import annotations
 

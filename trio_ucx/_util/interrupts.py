@@ -1,4 +1,4 @@
-"""Context managers that Ctrl-C leaves intact."""
+"""Context managers whose entry and exit are protected from KeyboardInterrupt (Ctrl-C)."""
 
 from __future__ import annotations
 

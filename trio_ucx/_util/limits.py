@@ -1,11 +1,11 @@
-"""A time limit, and the errors of a process that has reached a limit of the kernel's."""
+"""A limit in real time, and the errno values that say that the process or the host has run out of a resource."""
 
 from __future__ import annotations
 
 import errno
 import time
 
-#: Of OSErrors for want of descriptors or memory, which may be there again later.
+#: The errno of OSErrors for lack of descriptors or memory, which may be available again later.
 CAPACITY_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 

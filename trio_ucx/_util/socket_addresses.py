@@ -105,7 +105,12 @@ def numeric(host: str, port: int) -> Resolved | None:
 
 
 def check_local_address(address: str | None) -> Resolved | None:
-    """``local_address=``, a numeric address of this machine, with a port that the kernel chooses."""
+    """Returns the address in ``local_address=`` with port 0, so that the kernel chooses a port; None if it is None.
+
+    Raises:
+        TypeError: it is not a str.
+        ValueError: it is not a numeric IP address.
+    """
     if address is None:
         return None
     if not isinstance(address, str):

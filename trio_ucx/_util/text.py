@@ -1,4 +1,4 @@
-"""Text of peers."""
+"""Makes text that peers have sent safe to show."""
 
 from __future__ import annotations
 

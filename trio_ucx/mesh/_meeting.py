@@ -208,7 +208,7 @@ class Coordinator:
         self._find_heard()
 
     def _find_heard(self) -> None:
-        """Tells all ranks when the last of them has heard of a generation."""
+        """Tells all ranks the latest generation that all of them have heard of, if it is later than before."""
         if self._members.heard == self._members.generation:
             return
         heard = min((self._heard.get(rank, 0) for rank in self._controls), default=self._members.generation)

@@ -76,12 +76,12 @@ def connect_worker(
 
 
 def connect_beside(core: EndpointCore) -> EndpointCore:
-    """An endpoint beside one that Connections share, for UCX's puts and gets. It ends when that does.
+    """Returns the memory endpoint, for UCX's puts and gets, beside an endpoint that Connections share; may make it.
 
-    UCX at the peer makes an endpoint for it, and answers gets and puts by that. It crashes when that is closed with
-    answers under way, so it must not be a Connection's, which both sides may close at any time. UCX gets the peer's
-    address with a random uid, so this is none of the generations that both sides count
-    (:mod:`._engine.endpoints_to_worker`).
+    It ends when that endpoint does. The peer's UCX makes an endpoint of its own for it, over which it answers puts and
+    gets. UCX crashes if that one is closed with answers under way, so it must not be the Connections' endpoint, which
+    both sides may close at any time. UCX gets the peer's address with a random uid, so the memory endpoint is none of
+    the generations that both sides count (:mod:`._engine.endpoints_to_worker`).
     """
     if core.beside is None or core.beside.handle is None:
         engine, address = core.engine, core.peer_address
@@ -103,7 +103,7 @@ def connect_shared(engine: Engine, address: WorkerAddress, generation: int | Non
     """Returns the endpoint of this generation, which Connections share: see :mod:`._engine.endpoints_to_worker`.
 
     Args:
-        address: with the transports that the Connections use.
+        address: the peer worker's, with the transports that the Connections use.
         generation: None if the worker connects with itself. UCX connects such an endpoint with itself, so it cannot be
             shared.
 

@@ -296,12 +296,12 @@ class Context(metaclass=OpenedNotConstructed):
         self._postponed += [destroy for destroy in postponed if not destroy()]
 
     def _added_memory(self, memory: Memory) -> None:
-        """Memory was registered or allocated, in whatever thread."""
+        """Records memory that was registered or allocated. Any thread may call it."""
         self._memories.add(memory)
         self._exposed_memory = True
 
     def _released_memory(self, memory: Memory) -> None:
-        """A memory of it was closed, in whatever thread."""
+        """Forgets memory that was closed. Any thread may call it."""
         self._memories.discard(memory)
         self._destroy_if_unused()
 

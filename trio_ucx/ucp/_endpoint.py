@@ -53,7 +53,7 @@ class Transport:
 
 
 class EndpointWorker(Protocol):
-    """The :class:`Worker` of endpoints, as far as they, their listeners and request groups are concerned."""
+    """The part of a :class:`Worker` that its endpoints, listeners and request groups use."""
 
     _engine: Engine
 

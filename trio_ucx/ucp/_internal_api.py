@@ -1,8 +1,8 @@
 """What the rest of trio_ucx imports from inside ``ucp``: connections, groups of processes, reports and commands.
 
-They import public names, from ``ucp`` itself, and these names (``tests/test_layers.py``). Everything else in ``ucp``
-can change without them. Before a name is added here, see whether an object that the caller holds already has a
-method for it.
+They import public names from ``ucp`` itself, and from its inside only these (``tests/test_layers.py``). Everything else
+in ``ucp`` can change without touching them. Before you add a name here, see whether an object that the caller already
+holds has a method for it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ __all__ = [
     "ArmingState",  # what progresses it next, for reports
     "Engine",  # what a Worker works with: operations, endpoints, progress
     "check_claim",  # refuses Connections where a raw receive could take their messages
-    "engines",  # all that are open, for reports
+    "engines",  # all engines that are open, for reports
     # Operations, and waiting
     "Operation",  # what UCX has not completed
     "Pending",  # finishes once; a task may wait for it. The base class of operations
-    "Signal",  # what our own code finishes
+    "Signal",  # a Pending that our own code finishes
     "Waiters",  # tasks that wait for the next of several things
     "completed",  # waits for what was just posted
     "under_way",  # describes operations, for an error
@@ -65,14 +65,14 @@ __all__ = [
     "CloseState",  # what this side has done about the end of one
     "Ending",  # the end of an endpoint or a share
     "EndpointCore",  # what an Endpoint works with
-    "endpoints_of",  # those of an engine
+    "endpoints_of",  # the endpoints of an engine
     "ListenerCore",  # what a RawListener works with, for reports
     "EndpointsToWorker",  # the shared endpoints to one worker of a peer
     "Share",  # a Connection's share in an endpoint
-    "EndpointSummary",  # which shared endpoints a side has made
+    "EndpointSummary",  # which endpoints a side's worker has made to the other's
     "close_in_background",  # goes on with a close whose task was cancelled
     "connect_shared",  # makes a shared endpoint, or gets it
-    # Messages in memory, and sending them
+    # Buffers, and sending
     "DEFER_SECONDS",  # how long work may be deferred while other tasks run
     "Pinned",  # a buffer that UCX uses
     "check_elements",  # refuses a buffer whose elements are pointers

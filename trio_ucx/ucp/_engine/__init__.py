@@ -19,6 +19,7 @@
     lifetime                   opens an engine, and closes it
 
 It may import the C half, and of ``ucp`` the layers below it (see ``ucp/__init__.py``). Inside it, a module imports only
-modules above it in this list, or before it in its line. What is below the engine names what it uses of it in a Protocol
-(:class:`~.waits.AwaitedEngine`, say), and the engine what it uses of an endpoint: :class:`~.dispatch.EngineEndpoint`.
+modules above it in this list, or before it in its line. A module that comes before ``engine`` has a Protocol for the
+part of the engine that it uses (:class:`~.waits.AwaitedEngine`, say). The Protocol :class:`~.dispatch.EngineEndpoint`
+is the part of an endpoint that the engine uses.
 """

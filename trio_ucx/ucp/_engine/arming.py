@@ -138,7 +138,7 @@ class Progress(IntEnum):
 
 
 class ArmedWorker(Protocol):
-    """The UCX worker, as far as arming is concerned."""
+    """The part of the engine that arming uses, for its UCX worker."""
 
     #: How often it was progressed.
     progress_count: int
@@ -162,10 +162,10 @@ class ArmedWorker(Protocol):
 
 
 class Loop(Protocol):
-    """Trio's loop, as far as arming is concerned."""
+    """The part of Trio's loop that arming uses."""
 
     def now(self) -> float:
-        """Returns seconds, of a clock that never goes back."""
+        """Returns the time of a monotonic clock, in seconds."""
 
     def watch(self) -> None:
         """Calls :meth:`Arming.before_wait` in every round, until told otherwise."""

@@ -12,14 +12,14 @@ from .trio_run import TrioRun
 
 
 class LendingEngine(Protocol):
-    """The engine, as far as borrowed memory is concerned."""
+    """The part of the engine that borrowed memory uses."""
 
     run: TrioRun
     teardown: Teardown
 
     @property
     def usable(self) -> bool:
-        """True if UCX's worker is there, and may be used by this thread."""
+        """True if UCX's worker exists, and this thread may use it."""
 
     def next_id(self) -> int: ...
 

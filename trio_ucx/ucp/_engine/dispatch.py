@@ -55,7 +55,7 @@ class Receivers:
         self._am_waiters[key] = waiters
 
     def remove_am_queue(self, key: int, id: int) -> None:
-        """The queue takes no active messages any more."""
+        """Removes a queue, which takes no active messages any more."""
         self.am_queues.pop(key, None)
         self._am_waiters.pop(key, None)
         self.am_ids.pop(id, None)
@@ -66,7 +66,7 @@ class Receivers:
 
 
 class EngineEndpoint(ClosingEndpoint, Protocol):
-    """An endpoint, as far as its engine is concerned: see :class:`~.endpoint_core.EndpointCore`."""
+    """The part of an endpoint that its engine uses: see :class:`~.endpoint_core.EndpointCore`."""
 
     label: str
     stream_buffer: StreamBuffer | None
@@ -82,7 +82,7 @@ class EngineEndpoint(ClosingEndpoint, Protocol):
 
 
 class DeliveringEngine(OperatingEngine, Protocol):
-    """The engine, as far as delivery is concerned."""
+    """The part of the engine that delivery uses."""
 
     endpoints: dict[int, EngineEndpoint]
     failures: list[tuple[int, int]]
@@ -93,7 +93,7 @@ class DeliveringEngine(OperatingEngine, Protocol):
 
 
 def deliver(engine: DeliveringEngine, rows: list[int]) -> None:
-    """Delivers the records of one call into C. ``rows`` has all their fields in a row."""
+    """Delivers the records of one call into C. ``rows`` has their fields, one record after the other."""
     tag_dispatch = engine.tag_dispatch
     for start in range(0, len(rows), _FIELDS):
         kind, id, status, length, tag, pointer = rows[start : start + _FIELDS]

@@ -1,4 +1,4 @@
-"""Draining a worker that is being closed, and destroying it, or not where that harms."""
+"""Drains a worker that is being closed, and destroys it, or leaves it alone where UCX could crash."""
 
 from __future__ import annotations
 

@@ -141,8 +141,7 @@ class Scope:
         raise NotImplementedError
 
     def follow(self, other: EndpointCore) -> None:
-        """Ends this memory endpoint in the way in which the endpoint ended beside which it is."""
-        """Ends as the endpoint did that it is a share of, or stands beside."""
+        """Ends as ``other`` has: the endpoint that it is a share of, or stands beside."""
         raise NotImplementedError
 
     def worker_broke(self, error: BaseException) -> None:
@@ -267,7 +266,7 @@ class EndpointCore(Scope):
         self.shares[share] = None
 
     def leave(self, share: Scope, *, reusable: bool) -> None:
-        """A Connection uses it no more. Left already: no effect.
+        """Records that a Connection no longer uses it. Left already: no effect.
 
         Args:
             reusable: if it was the last one, see :meth:`EndpointsToWorker.last_left`.
@@ -339,7 +338,7 @@ class EndpointCore(Scope):
             self.stream_buffer.discard()
 
     def follow(self, other: EndpointCore) -> None:
-        """Ends this memory endpoint in the way in which the endpoint ended beside which it is."""
+        """Ends this memory endpoint as ``other`` has ended, beside which it stands."""
         if self.handle is not None:
             self.ending.error = other.error
             self._force_close()

@@ -64,7 +64,7 @@ class SharedEndpoint:
 
 
 class PeerEndpoint(Protocol):
-    """An endpoint to a peer worker, as far as the choice among them is concerned."""
+    """The part of an endpoint that :class:`EndpointsToWorker` uses."""
 
     peer_address: WorkerAddress | None
     endpoints_to_worker: EndpointsToWorker | None
@@ -83,7 +83,7 @@ class EndpointsToWorker:
     The address from which an endpoint is made, with shared memory or without, distinguishes its kind.
 
     Args:
-        watch: called when an endpoint has no Connection any more: :meth:`close_idle` is to be called from time to time.
+        watch: called when an endpoint has lost its last Connection: call :meth:`close_idle` now and then from here on.
     """
 
     def __init__(self, watch: Callable[[], None]) -> None:
@@ -114,7 +114,7 @@ class EndpointsToWorker:
     # ---- clients that were told our summary ----
 
     def hold_for_client(self, address: WorkerAddress) -> None:
-        """A client is told our summary: the shared endpoint stays until :meth:`release_hold`."""
+        """Keeps the shared endpoint until :meth:`release_hold`, for a client that is told our summary."""
         self._kind(address).holds += 1
 
     def release_hold(self, address: WorkerAddress) -> None:
@@ -124,11 +124,11 @@ class EndpointsToWorker:
     # ---- choosing and making ----
 
     def choose(self, theirs: EndpointSummary, address: WorkerAddress) -> int | None:
-        """For the client: the generation that both sides use; None if there is none.
+        """For the client: returns the generation that both sides can use; None if there is none.
 
         Args:
             theirs: the server's summary.
-            address: of the server's worker, for our endpoint.
+            address: the server's worker, to which our endpoint leads.
         """
         ours = self.summary(address)
         shared = max(ours.shared, theirs.shared)

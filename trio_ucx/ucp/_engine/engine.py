@@ -28,7 +28,7 @@ counts.
 
 *The end.* See ``lifetime.py``, which opens an engine, starts its tasks and closes it.
 
-An engine makes its parts, which know it by Protocols of what they use. Endpoints know it as it is.
+An engine makes its parts, whose modules name what they use of it in Protocols. Endpoints use the class itself.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Engine:
     ) -> None:
         self.context = context
         self.handle: Any = handle  # None once closed
-        #: Its descriptor.
+        #: The event descriptor of UCX's worker.
         self.efd: int = lib.tu_worker_efd(handle)
         self.run = TrioRun(self)
         self.identity = Identity.of(handle, context, client_id)
@@ -251,7 +251,7 @@ class Engine:
         return self.tag_dispatch.messages + self.counters["arrived"] + self.counters["completed"]
 
     def submit(self) -> None:
-        """To be called after posting something that is pending: UCX begins it.
+        """Makes UCX begin what was posted and is pending. Call it after posting.
 
         What arrives or completes stays in the ring; ``arming.py`` sees to it that it is delivered soon.
         """
@@ -293,11 +293,11 @@ class Engine:
             lib.tu_worker_signal(self.handle)
 
     def wake(self) -> None:
-        """Wakes the progress task, or whoever waits for the worker's descriptor."""
+        """Wakes the progress task, or the task that waits for the worker's descriptor."""
         self.arming.handle(Event.WAKE)
 
     def watch_events(self) -> None:
-        """Something is awaited: lets the safety net look."""
+        """Makes the safety net look, because something is awaited."""
         self.progress_task.safety_net.watch()
 
     def awaited(self) -> bool:
@@ -371,7 +371,7 @@ class Engine:
     # ---- statistics ----
 
     def statistics(self) -> WorkerStatistics:
-        """Returns the worker's figures; after its close, as of then."""
+        """Returns the worker's figures; after its close, the last ones."""
         if self.handle is None:
             self.run.check("this worker")
             assert self.teardown.statistics is not None

@@ -30,7 +30,7 @@ _DESCRIBED = 4
 
 
 class OperatingEngine(Protocol):
-    """The engine, as far as operations are concerned."""
+    """The part of the engine that operations use."""
 
     handle: Any
     run: TrioRun
@@ -42,10 +42,10 @@ class OperatingEngine(Protocol):
     def endpoints(self) -> Container[int]: ...
     @property
     def usable(self) -> bool:
-        """True if UCX's worker is there, and may be used by this thread."""
+        """True if UCX's worker exists, and this thread may use it."""
 
     def submit(self) -> None:
-        """To be called after posting something that is pending: UCX begins it."""
+        """Makes UCX begin what was posted and is pending. Call it after posting."""
 
     def internal_error(self, error: BaseException) -> None:
         """Breaks the worker. Never raises."""
@@ -225,7 +225,7 @@ class OperationSet:
         self.at_end: set[Callable[[], None]] = set()
 
     def ended(self, operation: Operation) -> None:
-        """An operation of this set is over."""
+        """Removes an operation that is over."""
         self.pending.discard(operation)
         self.changed()
 

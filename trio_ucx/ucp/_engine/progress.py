@@ -42,7 +42,7 @@ INTERRUPTED = 0.0002
 
 
 class ProgressingEngine(AwaitedEngine, HostedEngine, Protocol):
-    """The engine, as far as this module is concerned."""
+    """The part of the engine that this module uses."""
 
     batches: Batches
     endpoints_by_worker: EndpointsByWorker
@@ -132,12 +132,12 @@ class SafetyNet:
         self._interval = 0.0
 
     def watch(self) -> None:
-        """Something is awaited: looks from now on."""
+        """Begins to look, because something is awaited."""
         if not self._interval:
             self._look_after(INTERVAL)
 
     def watch_polling(self) -> None:
-        """The worker is not armed: looks from now on whether it is being polled all the time."""
+        """Begins to look whether tasks still poll the worker, which is not armed."""
         if self._interval != TIMER_SECONDS:
             self._look_after(TIMER_SECONDS)
 

@@ -9,16 +9,16 @@ from ..._util.process import Process
 
 
 class ClosingEndpoint(Protocol):
-    """An endpoint, as far as the queue is concerned."""
+    """The part of an endpoint that the receive queue uses."""
 
     handle: Any
 
     @property
     def peer(self) -> Process:
-        """Returns which process it leads to, where that is known."""
+        """Returns the process that it leads to, as far as that is known."""
 
     def lanes(self) -> list[bytes] | None:
-        """``transport/device`` of each lane; None: UCX does not say."""
+        """Returns ``transport/device`` of each lane; None if UCX does not say."""
 
 
 class ReceiveQueue:

@@ -13,7 +13,7 @@ from .waits import Signal, Waiting
 
 
 class StreamingEngine(LendingEngine, Protocol):
-    """The engine, as far as the stream of an endpoint is concerned."""
+    """The part of the engine that the stream of an endpoint uses."""
 
     handle: Any
     waiting: Waiting
@@ -43,7 +43,7 @@ class StreamChunk:
         self._start += count
 
     def end(self) -> None:
-        """Gives the memory of this piece back. Ended already: no effect.
+        """Releases the memory of this piece. Ended already: no effect.
 
         Raises:
             BufferError: see :meth:`Borrowed.end`.

@@ -33,7 +33,7 @@ class TagSink(Protocol):
 
 
 class ReceivingEngine(OperatingEngine, Protocol):
-    """The engine, as far as the messages of Connections are concerned."""
+    """The part of the engine that :class:`TagDispatch` uses."""
 
     context: Context
 
@@ -41,7 +41,7 @@ class ReceivingEngine(OperatingEngine, Protocol):
         """Makes our object for an operation that UCX has begun."""
 
     def watch_events(self) -> None:
-        """Something is awaited: lets the safety net look."""
+        """Makes the safety net look, because something is awaited."""
 
 
 class TagDispatch:

@@ -17,11 +17,11 @@ from .._quirks.forks import Birth
 
 
 class HostedEngine(Protocol):
-    """The engine, as far as the tasks that run for it are concerned."""
+    """The part of the engine that :class:`TrioRun` uses."""
 
     @property
     def usable(self) -> bool:
-        """True if UCX's worker is there, and may be used by this thread."""
+        """True if UCX's worker exists, and this thread may use it."""
 
     def wake(self) -> None:
         """Makes the progress task look."""

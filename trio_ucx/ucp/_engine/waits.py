@@ -284,7 +284,7 @@ def check_yield_interval(yield_interval: float) -> float:
 
 
 class AwaitedEngine(Protocol):
-    """The engine, as far as the tasks that wait are concerned."""
+    """The part of the engine that waiting tasks use."""
 
     handle: Any
     efd: int
@@ -298,7 +298,7 @@ class AwaitedEngine(Protocol):
         """Calls a function of C, and delivers the records that it brings. Returns True if there were any."""
 
     def watch_events(self) -> None:
-        """Something is awaited: lets the safety net look."""
+        """Makes the safety net look, because something is awaited."""
 
 
 class Waiting:

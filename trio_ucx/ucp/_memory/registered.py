@@ -201,7 +201,7 @@ class MemoryDescriptor:
 
 
 class RegisteringContext(Protocol):
-    """The :class:`Context` of registered memory, as far as the memory is concerned."""
+    """The part of a :class:`Context` that registered memory uses."""
 
     features: Feature
     _birth: Birth

@@ -146,7 +146,7 @@ class NativeChain:
 
     @property
     def outcomes(self) -> Outcomes | None:
-        """The outcomes of the last run, if anybody has them."""
+        """Returns the outcomes of the last run; None if there are none, or the program has dropped them."""
         return None if self._outcomes is None else self._outcomes()
 
     def new_outcomes(self, requests: Sequence[ChainRequest], targets: Iterable[Target]) -> Outcomes:
