@@ -6,7 +6,7 @@ import enum
 import math
 import weakref
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
@@ -17,7 +17,6 @@ from .._util.arguments import check_integer
 from .._util.handles import OpenedNotConstructed, warn_resource
 from ._am_send import SendProtocol, post_am_send
 from ._attributes import text
-from ._context import Context
 from ._engine.ending import CloseState
 from ._engine.endpoint_core import EndpointCore, Scope, with_endpoints_beside
 from ._engine.engine import Engine
@@ -29,6 +28,9 @@ from ._rma.remote_memory import RemoteMemory, attach
 from ._status import Status, UCXError, broken, error_from_status
 from ._stream import StreamData, StreamReader, post_stream_send
 from ._tag import check_tag, post_send
+
+if TYPE_CHECKING:
+    from ._worker import Worker
 
 #: Seconds that a close which nobody waits for any more may take.
 BACKGROUND_CLOSE_TIMEOUT = 10.0
@@ -50,15 +52,6 @@ class Transport:
 
     name: str
     device: str
-
-
-class EndpointWorker(Protocol):
-    """The part of a :class:`Worker` that its endpoints, listeners and request groups use."""
-
-    _engine: Engine
-
-    @property
-    def context(self) -> Context: ...
 
 
 @attrs.frozen
@@ -141,7 +134,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     Cancellation: a cancelled block closes with FORCE.
     """
 
-    _worker: EndpointWorker
+    _worker: Worker
     #: What its operations belong to: the endpoint, or a Connection's share in it.
     _scope: Scope
     _local: tuple[str, int] | None = None
@@ -166,7 +159,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         return self._scope is not self._core
 
     @property
-    def worker(self) -> EndpointWorker:
+    def worker(self) -> Worker:
         """The worker that it lives on."""
         return self._worker
 

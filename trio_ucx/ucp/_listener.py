@@ -7,7 +7,7 @@ import socket
 import time
 from collections import deque
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
@@ -19,13 +19,16 @@ from .._util.live_handles import live_handles
 from .._util.socket_addresses import Resolved, format_address
 from ._attributes import check_name
 from ._connecting import accept_request
-from ._endpoint import Endpoint, EndpointWorker, read_sockaddr
+from ._endpoint import Endpoint, read_sockaddr
 from ._endpoint_options import EndpointOptions, ErrorMode, check_error_mode
 from ._engine.engine import Engine, engines
 from ._engine.waits import Waiters
 from ._quirks import descriptors
 from ._quirks.stopped_queue import check_queue
 from ._status import Status, os_error_from_status
+
+if TYPE_CHECKING:
+    from ._worker import Worker
 
 #: Connection requests that may wait at a listener; further clients are rejected.
 BACKLOG = 256
@@ -199,7 +202,7 @@ def _listen_hint(status: int) -> str:
 class ConnectionRequest(metaclass=OpenedNotConstructed):
     """A client that asks for a connection. Answer it, by :meth:`accept` or :meth:`reject`."""
 
-    _worker: EndpointWorker
+    _worker: Worker
     _core: ListenerCore
     _request: int | None
     #: The client's ``(host, port)`` (``ucp_conn_request_query``).
@@ -217,7 +220,7 @@ class ConnectionRequest(metaclass=OpenedNotConstructed):
     @enable_ki_protection
     async def accept(
         self,
-        worker: EndpointWorker | None = None,
+        worker: Worker | None = None,
         *,
         error_mode: ErrorMode = ErrorMode.PEER,
         name: str | None = None,
@@ -297,7 +300,7 @@ class RawListener(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
     Cancellation: an iteration that is cancelled loses no request. Leaving a cancelled block closes all the same.
     """
 
-    _worker: EndpointWorker
+    _worker: Worker
     _core: ListenerCore
 
     @property

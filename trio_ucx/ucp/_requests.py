@@ -14,7 +14,7 @@ from .._util.handles import OpenedNotConstructed
 from .._util.interrupts import protected_asynccontextmanager
 from . import _status
 from ._am_send import SendProtocol, post_am_send
-from ._endpoint import Endpoint, EndpointWorker
+from ._endpoint import Endpoint
 from ._engine.engine import Engine
 from ._engine.posting import completed
 from ._engine.waits import Pending, Signal
@@ -23,11 +23,17 @@ from ._stream import post_stream_send
 from ._tag import check_mask, check_tag, post_receive, post_send
 
 
+class _OnWorker(Protocol):
+    """A :class:`Worker`."""
+
+    _engine: Engine
+
+
 class SupportsRequests(Protocol):
     """What a group needs of a :class:`trio_ucx.Connection`: the layer above provides it."""
 
     @property
-    def worker(self) -> EndpointWorker: ...
+    def worker(self) -> _OnWorker: ...
     def _submit_send(self, data: Buffer, tag: int) -> Pending | None: ...
     def _submit_receive_into(self, buffer: WritableBuffer, tag: int) -> Pending: ...
 

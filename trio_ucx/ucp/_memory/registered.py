@@ -7,9 +7,9 @@ import os
 import struct
 import threading
 import zlib
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from trio.lowlevel import enable_ki_protection
@@ -20,11 +20,13 @@ from ..._util.handles import ClosedOnExit, OpenedNotConstructed, warn_resource
 from ..._util.live_handles import live_handles
 from ..._util.process import NOBODY, Process, check_process, this_process
 from .._features import Feature
-from .._quirks.forks import Birth
 from .._status import Status, UCXError, read_sized
 from .buffers import Contiguous, Pinned
 from .foreign import MemoryType
 from .window import Window
+
+if TYPE_CHECKING:
+    from .._context import Context
 
 
 class Access(enum.IntFlag):
@@ -200,21 +202,6 @@ class MemoryDescriptor:
         return f"<trio_ucx.ucp.MemoryDescriptor of {self.nbytes} bytes at {self.address:#x}, {self.access!r}>"
 
 
-class RegisteringContext(Protocol):
-    """The part of a :class:`Context` that registered memory uses."""
-
-    features: Feature
-    _birth: Birth
-    _handle: Any
-
-    @property
-    def _serves_memory(self) -> bool: ...
-    def _native(self) -> Any: ...
-    def _held(self) -> AbstractContextManager[Any]: ...
-    def _added_memory(self, memory: Memory) -> None: ...
-    def _released_memory(self, memory: Memory) -> None: ...
-
-
 @attrs.define(eq=False, repr=False)
 class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
     """Memory that UCX knows, for peers to reach: :meth:`Context.register`, :meth:`Context.allocate`. A context manager.
@@ -226,7 +213,7 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         access: what peers may do.
     """
 
-    context: RegisteringContext
+    context: Context
     address: int
     nbytes: int
     access: Access
@@ -368,7 +355,7 @@ def unmap_unused() -> None:
         memory._unmap(handle)
 
 
-def register(context: RegisteringContext, buffer: Contiguous, access: Access) -> Memory:
+def register(context: Context, buffer: Contiguous, access: Access) -> Memory:
     """:meth:`Context.register`."""
     access = check_access(access)
     writable = bool(access & (Access.WRITE | Access.ATOMIC))
@@ -385,7 +372,7 @@ def register(context: RegisteringContext, buffer: Contiguous, access: Access) ->
         raise
 
 
-def allocate(context: RegisteringContext, nbytes: int, access: Access) -> Memory:
+def allocate(context: Context, nbytes: int, access: Access) -> Memory:
     """:meth:`Context.allocate`."""
     access = check_access(access)
     nbytes = check_integer(nbytes, "nbytes", 1, 2**62)
@@ -425,7 +412,7 @@ def _protection(access: Access, writable: bool) -> int:
 
 
 def _map(
-    context: RegisteringContext,
+    context: Context,
     address: Any,
     nbytes: int,
     access: Access,
