@@ -823,10 +823,10 @@ class World:
             if all(one.open and one.link.share.error is None for one in self.sides):
                 assert (out.sent, out.window - out.credit) == (into.received, into.outstanding)
                 here, there = side.link.queues.values(), self.other(side).link.queues.values()
-                admitted = {queue.number for queue in here if queue.admitted}
+                admitted = {queue.number for queue in here if queue.admitted_by_us}
                 assert admitted == {queue.written for queue in there if queue.admitted_by_peer}
                 assert len(admitted) == out._admissions == into._admissions
-                assert all(queue.last <= into.received for queue in there)
+                assert all(queue.last_sent <= into.received for queue in there)
 
     def check_errors(self) -> None:
         assert not internal_errors

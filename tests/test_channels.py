@@ -9,7 +9,8 @@ from functools import partial
 
 import pytest
 import trio
-from helpers import open_pair, pattern, until
+import trio.testing
+from helpers import expect_closed, open_pair, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -223,6 +224,29 @@ async def test_leaving_needs_no_message_of_its_own(worker: ucp.Worker, monkeypat
         assert sent[wire.CONTROL] <= 10  # of the server, which leaves after it has waited
         assert sent[wire.BATCH] >= 10
         await nothing_is_left(client, server)
+
+
+async def test_a_receive_that_waits_before_its_conversation_begins(worker: ucp.Worker) -> None:
+    """The reply gets through although a tag that nobody reads has filled the window."""
+    async with open_pair(worker, window=4096) as (client, server), trio.open_nursery() as nursery:
+        with pytest.raises(trio.WouldBlock):
+            while True:
+                server.send_nowait(bytes(100), tag=5)
+        await client.ping()  # the client knows that the server has no credit
+        async with client.open_conversation() as talk:
+            replies: list[bytes] = []
+
+            async def receive() -> None:
+                replies.append(await talk.receive())
+
+            nursery.start_soon(receive)
+            await trio.testing.wait_all_tasks_blocked()
+            await talk.send(b"request")
+            with trio.fail_after(15):
+                async with await next_of(server) as end:
+                    await end.send(b"reply")
+                    await until(lambda: replies == [b"reply"])
+        client.abort()
 
 
 async def test_conversations_that_nobody_accepts(worker: ucp.Worker) -> None:
@@ -635,6 +659,19 @@ async def test_all_that_wait_for_any_are_admitted(worker: ucp.Worker) -> None:
 
 
 # ---- max_unread ----
+
+
+@pytest.mark.parametrize("kind", ["channel", "conversation"])
+async def test_sends_that_wait_for_max_unread_end_with_their_channel(worker: ucp.Worker, kind: str) -> None:
+    async with open_pair(worker) as (client, _):
+        talk = client.channel(7) if kind == "channel" else client.open_conversation()
+        await talk.send(b"unread", max_unread=1)
+        with trio.fail_after(15):
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(expect_closed, partial(talk.send, b"more", max_unread=1))
+                await trio.testing.wait_all_tasks_blocked()
+                await talk.aclose()
 
 
 async def test_max_unread_of_ever_new_tags_is_forgotten(worker: ucp.Worker) -> None:

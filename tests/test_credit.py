@@ -215,7 +215,7 @@ def test_random_programs_deliver_everything_within_the_window(ours: Queues, thei
         elif action == 1 and wire:
             send = wire.pop(0)
             queue = theirs[send.queue.number]
-            was_admitted = queue.admitted
+            was_admitted = queue.admitted_by_us
             into.arrived(queue, send.size)
             came_alone = into.outstanding == cost(send.size, 0) <= LONE
             assert was_admitted or came_alone or into.outstanding <= window

@@ -102,11 +102,16 @@ async def test_address_without_a_common_transport() -> None:
             await ours.open_endpoint(theirs.address)
 
 
-async def test_a_greeting_that_fails_at_once(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("status", "number"), [(Status.ENDPOINT_TIMEOUT, errno.ETIMEDOUT), (Status.NO_MEMORY, errno.ENOMEM)]
+)
+async def test_a_greeting_that_fails_at_once(
+    worker: ucp.Worker, status: Status, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another host has the peer's address, and answers. The error says how UCX connects."""
 
     def fail(share: Any, frame: bytes, tag: int) -> None:
-        raise share.error_of(Status.ENDPOINT_TIMEOUT, "sending a message")
+        raise share.error_of(status, "sending a message")
 
     monkeypatch.setattr(handshake_side, "post_bytes_send", fail)
     async with open_listener(worker) as listener, ucp.open_worker(config={"TLS": "tcp"}) as client:
@@ -115,7 +120,7 @@ async def test_a_greeting_that_fails_at_once(worker: ucp.Worker, monkeypatch: py
             pytest.raises(OSError, match="connecting to .* over UCX: .*its UCX listens") as caught,
         ):
             await trio_ucx.connect(listener.address, worker=client).__aenter__()
-    assert caught.value.errno == errno.ETIMEDOUT
+    assert caught.value.errno == number
     assert isinstance(caught.value.__cause__, trio_ucx.UCXError)
 
 

@@ -80,7 +80,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check_send()
         if max_unread is not None:
-            await link.wait_unread(self._talk.queue.number, check_max_unread(max_unread))
+            await link.wait_unread(self._talk.queue.number, check_max_unread(max_unread), self._talk.problem)
             self._check_send()
         await link.send(self._talk.queue.number, value)
 

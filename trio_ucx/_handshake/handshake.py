@@ -30,7 +30,7 @@ from .._rules import wire
 from .._rules.life import Loss
 from .._util.contained import contained, report
 from .._util.socket_addresses import family_of, format_address, is_loopback
-from ..ucp import WorkerAddress
+from ..ucp import Status, WorkerAddress
 from ..ucp._internal_api import (
     Admission,
     EndpointsToWorker,
@@ -39,7 +39,6 @@ from ..ucp._internal_api import (
     Operation,
     Share,
     Signal,
-    UCXError,
     connect_shared,
     os_error_from_status,
     post_bytes_send,
@@ -352,7 +351,8 @@ class Handshake:
                 post_bytes_send(share, wire.encode_frame(wire.Hello()), (self.peer.connection_id << 32) | wire.CONTROL)
             except Exception as error:
                 cause = error.__cause__ or error
-                self.fail(self._not_connected(cause.status) if isinstance(cause, UCXError) else error)
+                status = Status.NO_MEMORY if isinstance(error, MemoryError) else getattr(cause, "status", None)
+                self.fail(error if status is None else self._not_connected(status))
                 self.check()
         self._open_if_ready()
         self.registry.engine.submit()

@@ -177,6 +177,8 @@ class OpenChannels:
         talk: ChannelState | None = None if queue is None else queue.channel
         if talk is None:
             if wire.CONVERSATIONS <= number < wire.ANSWERS:  # the peer has sent nothing there
+                if queue is not None:
+                    self._forget(queue)
                 self._sending.send_frame(wire.Leave(wire.other_direction(number), False))
                 return
             if number > wire.MAX_TAG:
@@ -199,9 +201,12 @@ class OpenChannels:
         self._sending.withdraw(talk.queue.number, error)
 
     def _free_if_over(self, talk: ChannelState) -> None:
-        queue = talk.queue
-        if talk.left and talk.peer_left and self._queues.forget(queue):
-            self._sending.credit.void_admission(queue)
-            self._receive_credit.void_admission(queue)
-            if queue.number >= wire.ANSWERS:
-                self._free.append(queue.number - wire.ANSWERS)
+        number = talk.queue.number
+        if talk.left and talk.peer_left and self._forget(talk.queue) and number >= wire.ANSWERS:
+            self._free.append(number - wire.ANSWERS)
+
+    def _forget(self, queue: TagQueue) -> bool:
+        """Forgets the tag queue of a channel that is over. Returns True if that was not done before."""
+        self._sending.credit.void_admission(queue)
+        self._receive_credit.void_admission(queue)
+        return self._queues.forget(queue)

@@ -176,17 +176,28 @@ class Link:
             sending.count_unread(queue)
             sending.may_add(queue, max_unread)  # asks the peer now, if the next send will have to wait
 
-    async def wait_unread(self, number: int, max_unread: int) -> None:
-        """Waits until the peer has room for one more message, and counts it."""
+    async def wait_unread(
+        self, number: int, max_unread: int, problem: Callable[[], Exception | None] = lambda: None
+    ) -> None:
+        """Waits until the peer has room for one more message, and counts it.
+
+        Args:
+            problem: why nothing can be sent to this tag queue any more, if so.
+
+        Raises: the problem, or why nothing can be sent at all.
+        """
         sending, bound = self.sending, (self.queues[number].written, max_unread)
         sending.bounded.append(bound)
         try:
             await self.share.operations.wait_until(
-                lambda: sending.over or sending.may_add(self.queues[number], max_unread)
+                lambda: sending.over or problem() is not None or sending.may_add(self.queues[number], max_unread)
             )
         finally:
             sending.bounded.remove(bound)
         self.check()
+        ended = problem()
+        if ended is not None:
+            raise ended
         sending.check()
         sending.count_unread(self.queues[number])
 
@@ -244,6 +255,7 @@ class Link:
             case wire.Grant(amount=amount, received=received):
                 self.sending.credit.grant(amount, received)
                 self.sending.send_waiting()
+                self.queues.sweep_if_due()
             case wire.Leave(queue=queue, by_force=by_force):
                 self.receiving.conversations.peer_left(queue, by_force=bool(by_force))
             case wire.Admit(queue=queue, received=received):
@@ -269,9 +281,10 @@ class Link:
             case wire.Ask(queue=queue, limit=limit):
                 self.receiving.asked(queue, limit)
             case wire.Unread(queue=queue, limit=limit, count=count):
-                answered = self.queues.that_writes_to(queue)
+                answered = self.queues.get(wire.other_direction(queue))
                 if answered is not None:
                     self.sending.answered(answered, limit, count)
+                    self.queues.forget_if_idle(answered)
             case wire.Ping(number=number):
                 self.sending.send_frame(wire.Pong(number))
             case wire.Pong(number=number):

@@ -114,6 +114,7 @@ class Receiving:
             consumed = 1
         else:
             consumed = queue.packed_arrived(PackedMessages(count, length, data))
+            self.queues.filled.add(queue)
         if consumed and (amount := self.credit.consumed(length, consumed)):
             self._grant(amount)
         if queue.receives and self.credit.stalled:
@@ -143,6 +144,7 @@ class Receiving:
         self.bytes_received += length
         threshold = self.credit.threshold
         queue.arrived(handle, length, whole=length < threshold if threshold else None)
+        self.queues.filled.add(queue)
         if self.credit.stalled:
             self._admit_next(queue)
         self.queues.forget_if_idle(queue)
@@ -287,7 +289,8 @@ class Receiving:
     def next_number(self, numbers: Collection[int] | None) -> int | None:
         """Returns the next tag queue, in turn, with a message that no receive waits for; None if none has one."""
         if numbers is None:
-            queues = [queue for queue in self.queues.values() if queue.number <= wire.MAX_TAG]
+            filled = self.queues.filled = {queue for queue in self.queues.filled if queue.unread}
+            queues = [queue for queue in filled if queue.number <= wire.MAX_TAG]
         else:
             queues = [queue for number in numbers if (queue := self.queues.get(number)) is not None]
         ready = [queue.number for queue in queues if queue.has_spare]
@@ -363,7 +366,12 @@ class Receiving:
             self._answer(queue)
 
     def _answer(self, queue: TagQueue) -> None:
-        """Answers the peer's question about a tag queue once fewer messages than its limit are unread."""
+        """Answers the peer's question about a tag queue once fewer messages than its limit are unread.
+
+        Not after LEAVE, which ends the peer's waits there: the answer would be late for the next channel.
+        """
+        if queue.channel is not None and queue.channel.left:
+            return
         limit, count = queue.limit_asked_for, queue.unread
         if count < limit:
             queue.limit_asked_for = 0

@@ -104,7 +104,7 @@ class Sending:
 
     def may_add(self, queue: TagQueue, limit: int) -> bool:
         """True if the peer has fewer than ``limit`` messages of a tag queue unread; if that is not known, asks it."""
-        if queue.line:
+        if queue.waiting_sends:
             return False  # the peer could not count these sends
         there = queue.unread_there
         if there is None or there.unread < limit:

@@ -11,8 +11,8 @@ from .._rules.tag_queue import Mover, TagQueue
 
 #: Idle tag queues are kept while there are no more tag queues than this: most programs use a few, again and again.
 IDLE_QUEUES = 64
-#: The number of tag queues from which on idle ones are looked for.
-_LEAST_SWEEP = 256
+#: A sweep looks at no more than so many tag queues for each message that the peer has received since the last one.
+_LOOKS_PER_MESSAGE = 4
 
 
 class TagQueues(dict[int, TagQueue]):
@@ -29,25 +29,29 @@ class TagQueues(dict[int, TagQueue]):
     def __init__(self, mover: Mover, credit: SendCredit[Any], ask: Callable[[TagQueue], None]) -> None:
         #: The tag queues in which receives may wait.
         self.awaited: set[TagQueue] = set()
+        #: The tag queues in which there may be messages.
+        self.filled: set[TagQueue] = set()
         self._mover = mover
         self._credit = credit
         self._ask = ask
-        self._sweep_at = _LEAST_SWEEP
+        #: How many messages the peer had received at the last sweep.
+        self._swept_at = 0
 
     def __missing__(self, number: int) -> TagQueue:
-        if len(self) >= self._sweep_at:
-            self._sweep()
         queue = self[number] = TagQueue(number, self._mover)
         return queue
 
     def that_writes_to(self, number: int) -> TagQueue | None:
-        """Returns the tag queue that writes to this one, which the peer reads; None if its conversation is not open.
+        """Returns the tag queue that writes to this one, which the peer reads.
+
+        None: it is a conversation that was opened here, and is over. (One that the peer has opened may begin later.)
 
         Raises:
             ProtocolError: the number is reserved.
         """
         wire.check_queue(number)
-        return self.get(wire.other_direction(number)) if number >= wire.CONVERSATIONS else self[number]
+        opened_here = wire.CONVERSATIONS <= number < wire.ANSWERS
+        return self.get(wire.other_direction(number)) if opened_here else self[wire.other_direction(number)]
 
     def forget(self, queue: TagQueue) -> bool:
         """Forgets a tag queue. Returns True if it was there: another one may have its number by now, and stays."""
@@ -55,23 +59,25 @@ class TagQueues(dict[int, TagQueue]):
             return False
         del self[queue.number]
         self.awaited.discard(queue)
+        self.filled.discard(queue)
         return True
 
     def forget_if_idle(self, queue: TagQueue) -> None:
         if len(self) > IDLE_QUEUES and queue.idle(self._credit.arrived_there):
             self.forget(queue)
 
-    def _sweep(self) -> None:
-        """Forgets idle queues that were not idle when they were last used.
+    def sweep_if_due(self) -> None:
+        """Forgets the queues that have become idle because GRANT says how many messages the peer has received.
 
-        GRANT and ADMIT say how many messages the peer has received, which can make any queue idle. Where the peer may
-        have messages of a queue unread, asks it, so that a later sweep can forget the queue.
+        Where the peer may have messages of a queue unread, asks it, so that a later sweep can forget the queue.
         """
-        for queue in list(self.values()):
-            self.forget_if_idle(queue)
-            if queue.unread_there is not None:
-                self._ask(queue)
-        self._sweep_at = max(_LEAST_SWEEP, 2 * len(self))
+        arrived_there = self._credit.arrived_there
+        if IDLE_QUEUES < len(self) <= _LOOKS_PER_MESSAGE * (arrived_there - self._swept_at):
+            self._swept_at = arrived_there
+            for queue in list(self.values()):
+                self.forget_if_idle(queue)
+                if queue.unread_there is not None:
+                    self._ask(queue)
 
     def close(self, error: Exception) -> None:
         """Drops all messages, and ends all receives with an error, because the connection was closed."""
@@ -79,3 +85,4 @@ class TagQueues(dict[int, TagQueue]):
             queue.close(error)
         self.clear()
         self.awaited.clear()
+        self.filled.clear()

@@ -92,7 +92,7 @@ class SendCredit(Generic[_Send]):
 
     def take(self, queue: TagQueue, size: int) -> bool:
         """Charges a message if it may be sent now, and returns whether it may."""
-        if queue.line:
+        if queue.waiting_sends:
             return False  # earlier sends of this queue wait
         if not queue.admitted_by_peer and (self.waiting or not self._suffices(size)):
             return False
@@ -110,14 +110,14 @@ class SendCredit(Generic[_Send]):
         if self.waiting or queue.admitted_by_peer or amount > self.credit or 0 < self.threshold <= size:
             return False
         self.credit -= amount
-        self._previous = queue.last
-        queue.last = self.sent = self.sent + 1
+        self._previous = queue.last_sent
+        queue.last_sent = self.sent = self.sent + 1
         return True
 
     def _charge(self, queue: TagQueue, size: int) -> None:
         self.credit -= cost(size, self.threshold)
-        self._previous = queue.last
-        queue.last = self.sent = self.sent + 1
+        self._previous = queue.last_sent
+        queue.last_sent = self.sent = self.sent + 1
         if queue.admitted_by_peer:
             self.void_admission(queue)
             self._last_admitted = self.sent
@@ -132,20 +132,20 @@ class SendCredit(Generic[_Send]):
             self._last_admitted = 0
             self._set_admitted(queue)
         self.sent -= 1
-        queue.last = self._previous
+        queue.last_sent = self._previous
 
     def wait(self, send: _Send) -> None:
         """Adds a send that :meth:`take` has refused; :meth:`next_ready` returns it in its turn."""
         self.waiting[send] = None
-        if not send.queue.line:
-            send.queue.line = collections.OrderedDict()
-        send.queue.line[send] = None
+        if not send.queue.waiting_sends:
+            send.queue.waiting_sends = collections.OrderedDict()
+        send.queue.waiting_sends[send] = None
 
     def withdraw(self, send: _Send) -> None:
         queue = send.queue
-        del self.waiting[send], queue.line[send]
-        if not queue.line:
-            queue.line = NOTHING
+        del self.waiting[send], queue.waiting_sends[send]
+        if not queue.waiting_sends:
+            queue.waiting_sends = NOTHING
             self._overtaking.discard(queue)
 
     def grant(self, amount: int, received: int) -> None:
@@ -161,7 +161,7 @@ class SendCredit(Generic[_Send]):
             ProtocolError: the peer has admitted messages of more tag queues than it may.
         """
         self.arrived_there = received
-        if queue.last <= received and not queue.admitted_by_peer:
+        if queue.last_sent <= received and not queue.admitted_by_peer:
             if self._admissions == MAX_ADMISSIONS:
                 raise ProtocolError(f"it admitted messages of more than {MAX_ADMISSIONS} tag queues")
             self._set_admitted(queue)
@@ -169,7 +169,7 @@ class SendCredit(Generic[_Send]):
     def _set_admitted(self, queue: TagQueue) -> None:
         queue.admitted_by_peer = True
         self._admissions += 1
-        if queue.line:
+        if queue.waiting_sends:
             self._overtaking.add(queue)
 
     def void_admission(self, queue: TagQueue) -> None:
@@ -182,7 +182,7 @@ class SendCredit(Generic[_Send]):
     def next_ready(self) -> _Send | None:
         """Takes the next waiting send, and charges it; None if it must go on waiting."""
         if self._overtaking:
-            send = cast(_Send, next(iter(next(iter(self._overtaking)).line)))
+            send = cast(_Send, next(iter(next(iter(self._overtaking)).waiting_sends)))
         elif self.waiting:
             send = next(iter(self.waiting))
             if not self._suffices(send.size):
@@ -195,7 +195,7 @@ class SendCredit(Generic[_Send]):
 
     def has_room(self, queue: TagQueue) -> bool:
         """True if a small message of this queue could be sent now."""
-        if queue.line:
+        if queue.waiting_sends:
             return False
         return queue.admitted_by_peer or (not self.waiting and self.credit > MESSAGE_OVERHEAD)
 
@@ -235,13 +235,13 @@ class ReceiveCredit:
         self.received += count
         self.outstanding += amount
         self.unread += amount
-        if queue.admitted:
+        if queue.admitted_by_us:
             self.void_admission(queue)
 
     def void_admission(self, queue: TagQueue) -> None:
         """Ends our admission of the next message, if there is one: it was used, or will never be."""
-        if queue.admitted:
-            queue.admitted = False
+        if queue.admitted_by_us:
+            queue.admitted_by_us = False
             self._admissions -= 1
 
     def consumed(self, size: int, count: int = 1) -> int:
@@ -276,8 +276,8 @@ class ReceiveCredit:
         if not self.stalled:
             return 0, False
         amount = self._due()
-        if queue.admitted or self._admissions == MAX_ADMISSIONS:
+        if queue.admitted_by_us or self._admissions == MAX_ADMISSIONS:
             return amount, False
-        queue.admitted = True
+        queue.admitted_by_us = True
         self._admissions += 1
         return amount, True

@@ -183,19 +183,19 @@ class TagQueue:
         "_advancing",
         "_again",
         "_later",
-        "admitted",
         "admitted_by_peer",
+        "admitted_by_us",
         "channel",
         "failure",
-        "last",
+        "last_sent",
         "limit_asked_for",
-        "line",
         "messages",
         "mover",
         "number",
         "packed",
         "receives",
         "unread_there",
+        "waiting_sends",
         "written",
     )
 
@@ -207,16 +207,16 @@ class TagQueue:
         self.channel: Any = None
         # What is sent: see SendCredit and UnreadThere.
         #: Its message that was charged last, counted over all messages of the connection; 0 if there was none.
-        self.last = 0
+        self.last_sent = 0
         #: The sends that wait for credit.
-        self.line: collections.OrderedDict[Any, None] = NOTHING
+        self.waiting_sends: collections.OrderedDict[Any, None] = NOTHING
         #: Whether the peer has admitted the next message.
         self.admitted_by_peer = False
         #: What the peer may have unread of sends with ``max_unread``; None if it has read all of those.
         self.unread_there: UnreadThere | None = None
         # What arrives.
         #: Whether this side has admitted the peer's next message: see ReceiveCredit.
-        self.admitted = False
+        self.admitted_by_us = False
         #: The limit in the peer's question (ASK) that was not answered yet; 0 if there is none.
         self.limit_asked_for = 0
         #: The error of all later receives: a message is missing, or the queue has ended. None if neither is the case.
@@ -247,8 +247,8 @@ class TagQueue:
         """
         return (
             self.empty
-            and self.last <= arrived_there
-            and not (self.line or self.admitted_by_peer or self.admitted)
+            and self.last_sent <= arrived_there
+            and not (self.waiting_sends or self.admitted_by_peer or self.admitted_by_us)
             and self.channel is None
             and self.unread_there is None
         )
