@@ -294,6 +294,28 @@ def test_what_is_known_of_a_tag_is_not_forgotten(known: str) -> None:
     assert set(asked) == (set(kept) if queue.unread_there else set())
 
 
+async def test_receiving_from_any_tag_looks_only_where_messages_are(
+    worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the tags of requests that this side has sent."""
+    looks = 0
+    unread = TagQueue.unread.fget
+
+    def count(queue: TagQueue) -> Any:
+        nonlocal looks
+        looks += 1
+        return unread(queue)
+
+    monkeypatch.setattr(TagQueue, "unread", property(count))
+    async with open_pair(worker) as (client, server):
+        for tag in range(1000):
+            await client.send(b"request", tag=tag)
+        await server.send(b"reply", tag=5)
+        with trio.fail_after(15):
+            assert await client.receive_any() == (5, b"reply")
+    assert looks < 50
+
+
 async def test_tags_received_in_another_order(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a peer without credit, the receiver looks only at tags with waiting receives, not at all unread ones."""
     looks = 0
