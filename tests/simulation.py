@@ -738,7 +738,10 @@ class World:
             gone = other.link.share.handle is None and not other.transport.wire
             if gone and side.link.share.handle is not None and side not in self._told:
                 self._told.add(side)
-                side.link.closing.control_lost(Loss("ended"))
+                if side.link.life.closing and not side.link.life.graceful:
+                    side.link.closing.cut_off("ended", "has ended")  # control_lost would wait, but nothing is late here
+                else:
+                    side.link.closing.control_lost(Loss("ended"))
 
     def run(self, *, act: bool) -> None:
         """Until nothing happens any more; with ``act`` programs go on reading, and finish what they began."""

@@ -115,6 +115,33 @@ async def test_peer_that_aborts_in_the_middle_of_a_message(worker: ucp.Worker, t
                         assert caught.value.reason == "aborted"
 
 
+async def test_the_end_of_the_control_socket_overtakes_the_ack(
+    worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer has waited long enough for DONE of a side that has much to do. The close is graceful all the same."""
+    monkeypatch.setattr(closing, "DONE_TIMEOUT", 0.05)
+    monkeypatch.setattr(closing, "ABORT_GRACE", 10)
+    arrived = closing.Closing.ack_arrived
+
+    def arrive_late(of: closing.Closing) -> None:
+        async def arrive() -> None:
+            await trio.sleep(0.3)
+            arrived(of)
+
+        of.engine.run.spawn(arrive, "a late ACK")
+
+    async with ucp.open_worker() as there, open_pair(worker, there) as (client, server):
+        await client.send(b"x")
+        monkeypatch.setattr(closing.Closing, "ack_arrived", arrive_late)
+        with trio.fail_after(15):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.aclose)
+                assert await server.receive() == b"x"
+                with pytest.raises(trio.EndOfChannel):
+                    await server.receive()
+                await server.aclose()
+
+
 @pytest.mark.both_transports
 async def test_abort_after_a_large_message(
     worker: ucp.Worker, transports: str, monkeypatch: pytest.MonkeyPatch

@@ -37,7 +37,8 @@ from .sending import Sending
 
 #: Seconds to wait until a peer that has sent GOODBYE has our ACK.
 DONE_TIMEOUT = 1.0
-#: Seconds to wait for messages that a peer had sent before it aborted, and for transfers that are under way then.
+#: Seconds to wait for what a peer had sent over UCX before it ended or aborted, and for transfers that are under way
+#: then.
 ABORT_GRACE = 0.5
 
 
@@ -288,20 +289,29 @@ class Closing:
             self._peer_closed()
             return
         self.life.reason = "aborted"
-        if self._receiving.lacks(sent):
-            self.engine.run.spawn(lambda: self._cut_off_later(sent), f"trio_ucx abort of {self.share.label}")
-        else:
-            self.cut_off("aborted", f"refused the connection: {refusal}" if refusal else "aborted the connection")
+        self._cut_off_when(
+            lambda: not self._receiving.lacks(sent),
+            "aborted",
+            f"refused the connection: {refusal}" if refusal else "aborted the connection",
+        )
 
-    async def _cut_off_later(self, sent: int) -> None:
-        deadline = trio.current_time() + ABORT_GRACE
-        while not self.share.gone and self._receiving.lacks(sent) and trio.current_time() < deadline:
-            await trio.sleep(0.005)
-        if self.engine.usable:
-            try:
-                self.cut_off("aborted", "aborted the connection")
-            except Exception as error:
-                self.internal_error(error)
+    def _cut_off_when(self, arrived: Callable[[], bool], kind: str, reason: str) -> None:
+        """Cuts off a peer that has gone, when what it had sent over UCX has arrived; after a moment at the latest."""
+
+        async def wait() -> None:
+            deadline = trio.current_time() + ABORT_GRACE
+            while not self.share.gone and not arrived() and trio.current_time() < deadline:
+                await trio.sleep(0.005)
+            if self.engine.usable:
+                try:
+                    self._peer_closed() if self.life.graceful else self.cut_off(kind, reason)
+                except Exception as error:
+                    self.internal_error(error)
+
+        if arrived():
+            self.cut_off(kind, reason)
+        else:
+            self.engine.run.spawn(wait, f"trio_ucx end of {self.share.label}")
 
     def control_lost(self, loss: Loss) -> None:
         """The peer's end of the control socket was closed, or its host does not answer."""
@@ -313,7 +323,9 @@ class Closing:
             elif loss.vanished:
                 self.cut_off("vanished", f"has vanished: {loss.reason}")
             else:
-                self.cut_off("ended", f"has ended, or was cut off: {loss.reason}")
+                # It may have closed in good order: its ACK can arrive later than the end of its control socket.
+                reason = f"has ended, or was cut off: {loss.reason}"
+                self._cut_off_when(lambda: self.life.graceful or not self.life.closing, "ended", reason)
 
     # ---- by force ----
 
