@@ -199,6 +199,20 @@ def test_endpoint_that_was_not_greeted_is_closed_later(side: OneSide, clock: Clo
     assert core.gone
 
 
+@pytest.mark.parametrize("greeted", [True, False])
+def test_idle_endpoint_that_is_replaced(side: OneSide, clock: Clock, greeted: bool) -> None:
+    """UCX may still be connecting one that was not greeted: it is closed later."""
+    old = side.get(1, greeted=greeted)
+    side.endpoints_to_worker.hold_for_client(WITH)
+    side.leave(old, reusable=True)
+    side.endpoints_to_worker.release_hold(WITH)
+    new = side.get(2)
+    assert old.gone == greeted and not new.gone
+    clock.pass_idle_time()
+    side.endpoints_to_worker.close_idle()
+    assert old.gone and not new.gone and side.endpoints_to_worker.idle == 0
+
+
 def test_idle_endpoints_of_either_kind(side: OneSide, clock: Clock) -> None:
     """A client that is expected, and an endpoint that is made, matter to those of one kind only."""
     core, other = side.get(1, WITH), side.get(2, WITHOUT)

@@ -156,10 +156,8 @@ class EndpointsToWorker:
             core = make()  # which calls `count_made`
             old, kind.core, kind.generation = kind.core, core, generation
             core.endpoints_to_worker = self
-            # It was greeted, if it has no Connection: `last_left` forgets others, as none is held for a client
-            # (`_reaches`).
-            if old is not None and self._idle.pop(old, None) is not None:
-                old.close()
+            if old is not None and old.greeted and self._idle.pop(old, None) is not None:
+                old.close()  # one that was not greeted stays for a moment: see `last_left`
             return core
         self._idle.pop(kind.core, None)
         return kind.core
