@@ -208,11 +208,11 @@ class SimulatedShare(Share):
     def _cancel(self, operations: list[Operation]) -> None:
         pass  # nothing waits here before UCX
 
-    def fail(self, error: trio_ucx.UCXError, *, reusable: bool = False) -> None:
+    def fail(self, error: trio_ucx.UCXError, *, left_clean: bool = False) -> None:
         assert self.engine.peer_is_hostile or error.status != Status.INVALID_PARAM, f"nobody misbehaves here: {error}"
         if not self.gone:
             self.endpoint.transport.wire.clear()  # the peer has gone, too
-        super().fail(error, reusable=reusable)
+        super().fail(error, left_clean=left_clean)
 
 
 #: On the wire: what the control socket says of an abort.

@@ -69,7 +69,7 @@ class Core:
 
     endpoints_to_worker: Any = None
     peer_address: Any = None
-    greeted: bool = False
+    proven: bool = False
     handle: object = 1
 
     @property
@@ -91,17 +91,17 @@ class OneSide:
     def _watch(self) -> None:
         self.watched += 1
 
-    def leave(self, core: Core, *, reusable: bool) -> None:
-        if not self.endpoints_to_worker.last_left(core, reusable=reusable):
+    def leave(self, core: Core, *, left_clean: bool) -> None:
+        if not self.endpoints_to_worker.last_left(core, left_clean=left_clean):
             core.close()
 
     def summary(self, address: Any = WITH) -> EndpointSummary:
         return self.endpoints_to_worker.summary(address)
 
-    def get(self, generation: int, address: Any = WITH, *, greeted: bool = True) -> Core:
+    def get(self, generation: int, address: Any = WITH, *, proven: bool = True) -> Core:
         core = self.endpoints_to_worker.get(generation, address, lambda: self.make(address))
         assert core is not None
-        core.greeted = core.greeted or greeted
+        core.proven = core.proven or proven
         return core  # type: ignore[no-any-return]
 
     def make(self, address: Any = WITH) -> Core:
@@ -152,7 +152,7 @@ def test_choose(side: OneSide, ours: tuple[int, int], theirs: tuple[int, int], g
         side.passes(shared - 1)
         side.get(shared)
     side.passes(made)
-    assert side.summary() == EndpointSummary(made, shared, greeted=bool(shared))
+    assert side.summary() == EndpointSummary(made, shared, proven=bool(shared))
     assert side.endpoints_to_worker.choose(EndpointSummary(*theirs), WITH) == generation
 
 
@@ -166,7 +166,7 @@ def test_choose_ends_at_the_limit(side: OneSide) -> None:
 
 def test_endpoint_that_is_left_is_kept_for_a_moment(side: OneSide, clock: Clock) -> None:
     core = side.get(1)
-    side.leave(core, reusable=True)
+    side.leave(core, left_clean=True)
     assert (side.endpoints_to_worker.idle, side.watched) == (1, 1)
     clock.now += 0.9 * IDLE_TIME
     side.endpoints_to_worker.close_idle()
@@ -174,7 +174,7 @@ def test_endpoint_that_is_left_is_kept_for_a_moment(side: OneSide, clock: Clock)
     clock.pass_idle_time()
     side.endpoints_to_worker.close_idle()
     assert not core.gone, "it has a Connection again"
-    side.leave(core, reusable=True)
+    side.leave(core, left_clean=True)
     clock.pass_idle_time()
     side.endpoints_to_worker.close_idle()
     assert core.gone and side.endpoints_to_worker.idle == 0
@@ -183,15 +183,15 @@ def test_endpoint_that_is_left_is_kept_for_a_moment(side: OneSide, clock: Clock)
 
 def test_endpoint_that_cannot_be_kept(side: OneSide) -> None:
     core = side.get(1)
-    side.leave(core, reusable=False)
+    side.leave(core, left_clean=False)
     assert core.gone and not side.watched
     assert side.summary() == EndpointSummary(1)
 
 
-@pytest.mark.parametrize("reusable", [True, False])
-def test_endpoint_that_was_not_greeted_is_closed_later(side: OneSide, clock: Clock, reusable: bool) -> None:
-    core = side.get(1, greeted=False)
-    side.leave(core, reusable=reusable)
+@pytest.mark.parametrize("left_clean", [True, False])
+def test_endpoint_that_was_not_greeted_is_closed_later(side: OneSide, clock: Clock, left_clean: bool) -> None:
+    core = side.get(1, proven=False)
+    side.leave(core, left_clean=left_clean)
     assert not core.gone and side.watched
     assert side.summary() == EndpointSummary(1), "no Connection may join it"
     clock.pass_idle_time()
@@ -199,15 +199,15 @@ def test_endpoint_that_was_not_greeted_is_closed_later(side: OneSide, clock: Clo
     assert core.gone
 
 
-@pytest.mark.parametrize("greeted", [True, False])
-def test_idle_endpoint_that_is_replaced(side: OneSide, clock: Clock, greeted: bool) -> None:
-    """UCX may still be connecting one that was not greeted: it is closed later."""
-    old = side.get(1, greeted=greeted)
+@pytest.mark.parametrize("proven", [True, False])
+def test_idle_endpoint_that_is_replaced(side: OneSide, clock: Clock, proven: bool) -> None:
+    """UCX may still be connecting one that is not proven: it is closed later."""
+    old = side.get(1, proven=proven)
     side.endpoints_to_worker.hold_for_client(WITH)
-    side.leave(old, reusable=True)
+    side.leave(old, left_clean=True)
     side.endpoints_to_worker.release_hold(WITH)
     new = side.get(2)
-    assert old.gone == greeted and not new.gone
+    assert old.gone == proven and not new.gone
     clock.pass_idle_time()
     side.endpoints_to_worker.close_idle()
     assert old.gone and not new.gone and side.endpoints_to_worker.idle == 0
@@ -218,11 +218,11 @@ def test_idle_endpoints_of_either_kind(side: OneSide, clock: Clock) -> None:
     core, other = side.get(1, WITH), side.get(2, WITHOUT)
     side.endpoints_to_worker.hold_for_client(WITHOUT)
     for each in (core, other):
-        side.leave(each, reusable=True)
+        side.leave(each, left_clean=True)
     assert side.endpoints_to_worker.idle == 2
     newer = side.get(3, WITH)
     assert core.gone and not other.gone and side.endpoints_to_worker.idle == 1
-    side.leave(newer, reusable=True)
+    side.leave(newer, left_clean=True)
     clock.pass_idle_time()
     side.endpoints_to_worker.close_idle()
     assert newer.gone and not other.gone
@@ -235,7 +235,7 @@ def test_idle_endpoints_of_either_kind(side: OneSide, clock: Clock) -> None:
 
 def test_endpoint_that_has_ended_is_forgotten(side: OneSide) -> None:
     core = side.get(1)
-    side.leave(core, reusable=True)
+    side.leave(core, left_clean=True)
     side.endpoints_to_worker.hold_for_client(WITH)
     core.close()
     assert (side.summary(), side.endpoints_to_worker.idle) == (EndpointSummary(1), 0)
@@ -279,7 +279,7 @@ class Endpoint:
     generation: int
     handle: object = 1
     endpoints_to_worker: Any = None
-    greeted: bool = False
+    proven: bool = False
     peer_address: Any = None
     users: dict[End, None] = attrs.Factory(dict)
     failed: bool = False
@@ -299,18 +299,18 @@ class Endpoint:
     def watch_process(self) -> None:
         """The program looks after itself."""
 
-    def leave(self, end: End, *, reusable: bool) -> None:
+    def leave(self, end: End, *, left_clean: bool) -> None:
         """``EndpointCore.leave``."""
         if end not in self.users:
             return
         del self.users[end]
         if self.users or self.gone:
             return
-        reusable = reusable and not self.stream_data
+        left_clean = left_clean and not self.stream_data
         was_shared = self.is_shared
-        stays = self.endpoints_to_worker.last_left(self, reusable=reusable)
+        stays = self.endpoints_to_worker.last_left(self, left_clean=left_clean)
         expected = self.world.expected(self.node, self.peer_address)
-        assert self.is_shared is (was_shared and (expected or (reusable and self.greeted))), f"{self}: kept or not"
+        assert self.is_shared is (was_shared and (expected or (left_clean and self.proven))), f"{self}: kept or not"
         assert stays or not self.is_shared
         if stays:
             assert self.node.watching, f"{self} will not be closed"
@@ -488,7 +488,7 @@ class End:
                 has.add(ours.made + 1)
             assert not has & ({theirs.shared, theirs.made + 1} - {0}), (ours, theirs)
             return None
-        self.greet = not (ours.greeted and theirs.greeted and ours.shared == theirs.shared == generation)
+        self.greet = not (ours.proven and theirs.proven and ours.shared == theirs.shared == generation)
         return generation
 
     def join(self, generation: int) -> bool:
@@ -502,13 +502,13 @@ class End:
         assert endpoint.peer_address.ucx == address.ucx, f"{endpoint} has other transports"
         assert not endpoint.raw
         assert not endpoint.gone or endpoint.failed, f"{endpoint} was closed"
-        assert self.greet or endpoint.greeted, f"no message has come through {endpoint}"
+        assert self.greet or endpoint.proven, f"no message has come through {endpoint}"
         if endpoint.gone:
             assert endpoint is self.node.endpoints[-1], f"{endpoint} failed before"
             self.fail()
         elif self.state == ENDED:  # while it was made
             endpoint.users[self] = None
-            endpoint.leave(self, reusable=endpoint.greeted)
+            endpoint.leave(self, left_clean=endpoint.proven)
         else:
             endpoint.users[self] = None
             self.endpoint = endpoint
@@ -519,7 +519,7 @@ class End:
 
     def open_if_ready(self) -> None:
         if self.state == HANDSHAKE and self.endpoint is not None and (self.hello_arrived or not self.greet):
-            self.endpoint.greeted = True
+            self.endpoint.proven = True
             self.state = OPEN
 
     # ---- the end ----
@@ -528,13 +528,13 @@ class End:
         """The handshake or the Connection ends by force. Ended already: no effect."""
         if self.state != ENDED:
             self.tell("GONE")
-            self.end(reusable=self.state == HANDSHAKE and self.endpoint is not None and self.endpoint.greeted)
+            self.end(left_clean=self.state == HANDSHAKE and self.endpoint is not None and self.endpoint.proven)
 
-    def end(self, *, reusable: bool) -> None:
+    def end(self, *, left_clean: bool) -> None:
         self.state = ENDED
         endpoint, self.endpoint = self.endpoint, None
         if endpoint is not None:
-            endpoint.leave(self, reusable=reusable)
+            endpoint.leave(self, left_clean=left_clean)
         if self.peer is not None:
             self.expect_no_more()
             self.node.endpoints_by_worker.forget_unused(self.peer.uid)
@@ -613,7 +613,7 @@ class Attempt:
         generation = client.choose(theirs)
         if generation is None:
             client.tell("AGAIN")
-            client.end(reusable=False)
+            client.end(left_clean=False)
             self.connect.try_another_worker()
             return
         client.tell("TAKE", generation, client.greet)
@@ -631,7 +631,7 @@ class Attempt:
                     assert told is not None
                     assert told.failed, f"{told} was promised"
                 server.tell("AGAIN")
-                server.end(reusable=False)
+                server.end(left_clean=False)
         except OSError:
             server.fail()
 
@@ -748,7 +748,7 @@ class World:
         """One side has closed gracefully."""
         ends = [end for end in self.ends() if end.attempt.closing]
         if ends:
-            chance.choice(ends).end(reusable=chance.random() < 0.8)
+            chance.choice(ends).end(left_clean=chance.random() < 0.8)
 
     def abort(self, chance: random.Random) -> None:
         ends = [end for end in self.ends() if end.state == OPEN]
@@ -840,7 +840,7 @@ class World:
 
     def end_all(self) -> None:
         for end in list(self.ends()):
-            end.end(reusable=True)
+            end.end(left_clean=True)
         self.clock.pass_idle_time()
         for node in self.nodes:
             node.close_idle()

@@ -197,14 +197,14 @@ def test_client_that_finds_no_endpoint(key: bytes | None) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("greeted", [False, True])
+@pytest.mark.parametrize("proven", [False, True])
 @pytest.mark.parametrize("how", ["abort", "refuse"])
 @pytest.mark.parametrize("who", ["client", "server"])
-def test_end_after_the_exchange(key: bytes | None, greeted: bool, how: str, who: str) -> None:
+def test_end_after_the_exchange(key: bytes | None, proven: bool, how: str, who: str) -> None:
     for cut in CUTS:
         client, server = two_sides(key, key)
         talk(client, server)
-        if greeted:
+        if proven:
             client.exchange.mark_opened()
             server.exchange.mark_opened()
         one, other = (client, server) if who == "client" else (server, client)
@@ -214,12 +214,12 @@ def test_end_after_the_exchange(key: bytes | None, greeted: bool, how: str, who:
         assert one.error is other.error is None
         if how == "abort":
             assert other.events == [Aborted()] and one.exchange.state is other.exchange.state is ExchangeState.ENDED
-        elif greeted:
+        elif proven:
             assert other.events == [] and one.exchange.state is ExchangeState.OPENED  # too late to refuse
         else:
             assert other.events == [Refused("no")] and one.exchange.state is other.exchange.state is ExchangeState.ENDED
         one.exchange.abort()
-        if not (how == "refuse" and greeted):
+        if not (how == "refuse" and proven):
             assert one.data() == b""
 
 

@@ -279,7 +279,7 @@ def grants_too_much(method: Callable[..., Any], receiving: Receiving, amount: in
 @fault(PackedMessages, "pop")
 def doubles_a_packed_message(method: Callable[..., Any], packed: PackedMessages) -> bytes:
     data: bytes = method(packed)
-    if packed.left == 1 and packed._position:
+    if packed.remaining == 1 and packed._position:
         packed._position -= packed.length
     return data
 

@@ -443,7 +443,7 @@ def take_ready(queue: TagQueue, limit: int) -> bytes | None:
     if packed.length > limit:
         return None
     data = packed.pop()
-    if not packed.left:
+    if not packed.remaining:
         queue.next_packed()
     return data
 
@@ -501,7 +501,7 @@ def test_unread_packed_messages_keep_little_memory() -> None:
     for number, message in enumerate(messages):
         assert many.pop() == message
         assert len(many._data) <= 2 * 100 * (250 - number) + 4096
-    assert many.left == 0
+    assert many.remaining == 0
     some = packed(*messages)
     some.pop()
     assert some.pop_all() == b"".join(messages[1:])

@@ -139,12 +139,12 @@ def test_fields_of_other_frames(is_client: bool) -> None:
         frame = struct.pack("<IBQ", 9, exchange.FrameKind.ABORT, sent)
         _allowed(sent <= exchange.MAX_SENT, lambda frame=frame: heard(exchange.ExchangeState.OPENED, frame))
     if is_client:
-        for made, shared, greeted in itertools.product(
+        for made, shared, proven in itertools.product(
             extremes("H", (0, 4)), extremes("H", (0, 4)), extremes("B", (0, 1))
         ):
-            body = struct.pack("<HHB", made, shared, greeted) + bytes(KEY_SIZE) + some_description().encode()
+            body = struct.pack("<HHB", made, shared, proven) + bytes(KEY_SIZE) + some_description().encode()
             frame = struct.pack("<IB", 1 + len(body), exchange.FrameKind.WELCOME) + body
-            _allowed(shared <= made and greeted <= 1, lambda frame=frame: heard(exchange.ExchangeState.WELCOME, frame))
+            _allowed(shared <= made and proven <= 1, lambda frame=frame: heard(exchange.ExchangeState.WELCOME, frame))
     else:
         for generation, greet in itertools.product(extremes("H", (0, 4)), extremes("B", (0, 1))):
             frame = struct.pack("<IBHB", 4, exchange.FrameKind.TAKE, generation, greet)

@@ -38,7 +38,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
     """
 
     _connection: Connection
-    _talk: ChannelState
+    _state: ChannelState
     _absorbs: bool = False
 
     @property
@@ -49,17 +49,17 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
     @property
     def peer_left(self) -> bool:
         """True if the peer has closed its end. What has arrived can be received."""
-        return self._talk.peer_left
+        return self._state.peer_left
 
     def _check(self) -> None:
-        if self._talk.left:
+        if self._state.left:
             raise trio.ClosedResourceError("this channel was closed")
         self._connection._link.check()
 
     def _check_send(self) -> None:
-        problem = self._talk.problem()
+        problem = self._state.problem()
         if problem is None and self._connection._link.life.peer_stopped:
-            problem = about(self._talk.origin, PeerClosed("the peer closed the connection"))
+            problem = about(self._state.origin, PeerClosed("the peer closed the connection"))
         if problem is not None:
             raise problem
         self._connection._link.check()
@@ -80,9 +80,9 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check_send()
         if max_unread is not None:
-            await link.wait_unread(self._talk.queue.number, check_max_unread(max_unread), self._talk.problem)
+            await link.wait_unread(self._state.number, check_max_unread(max_unread), self._state.problem)
             self._check_send()
-        await link.send(self._talk.queue.number, value)
+        await link.send(self._state.number, value)
 
     @enable_ki_protection
     def send_nowait(self, value: Buffer, *, max_unread: int | None = None) -> None:
@@ -96,7 +96,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         """
         link = self._connection._link
         self._check_send()
-        link.send_nowait(self._talk.queue.number, value, None if max_unread is None else check_max_unread(max_unread))
+        link.send_nowait(self._state.number, value, None if max_unread is None else check_max_unread(max_unread))
 
     @enable_ki_protection
     async def receive(self, *, max_size: int | None = None) -> bytes:
@@ -114,13 +114,13 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         limit = link.receiving.max_message_size if max_size is None else check_max_size(max_size)
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
-        return await link.receive(self._talk.queue.number, limit)
+        return await link.receive(self._state.number, limit)
 
     def _take_ready(self) -> bytes | None:
         """Takes the next message if it is there; see :meth:`Receiving.take_ready`."""
         self._check()
         receiving = self._connection._link.receiving
-        return receiving.take_ready(self._talk.queue.number, receiving.max_message_size)
+        return receiving.take_ready(self._state.number, receiving.max_message_size)
 
     @enable_ki_protection
     async def receive_into(self, buffer: WritableBuffer) -> int:
@@ -132,7 +132,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
-        return await self._connection._link.receive_into(self._talk.queue.number, buffer)
+        return await self._connection._link.receive_into(self._state.number, buffer)
 
     @enable_ki_protection
     def receive_nowait(self, *, max_size: int | None = None) -> bytes:
@@ -146,7 +146,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         receiving = self._connection._link.receiving
         limit = receiving.max_message_size if max_size is None else check_max_size(max_size)
         self._check()
-        return receiving.receive_nowait(self._talk.queue.number, limit)
+        return receiving.receive_nowait(self._state.number, limit)
 
     @enable_ki_protection
     async def aclose(self) -> None:
@@ -165,7 +165,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
     def _close(self, *, by_force: bool = False) -> None:
         link = self._connection._link
         link.engine.run.check_thread()
-        link.receiving.conversations.leave(self._talk, by_force=by_force)
+        link.receiving.conversations.leave(self._state, by_force=by_force)
 
     @enable_ki_protection
     async def __aexit__(  # type: ignore[override]  # Trio's returns None: it never absorbs an error
@@ -176,12 +176,12 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
             return False
         self._close(by_force=True)
         await trio.lowlevel.cancel_shielded_checkpoint()
-        rest = separate(exc, self._talk.origin)[1] if self._absorbs else exc
+        rest = separate(exc, self._state.origin)[1] if self._absorbs else exc
         if rest is not None and rest is not exc:
             raise rest
         return rest is None
 
     def __repr__(self) -> str:
-        state = "closed" if self._talk.left else "left by the peer" if self._talk.peer_left else "open"
-        name = "conversation" if self._talk.queue.number > UNACCEPTED else f"channel with tag {self._talk.queue.number}"
+        state = "closed" if self._state.left else "left by the peer" if self._state.peer_left else "open"
+        name = "conversation" if self._state.number > UNACCEPTED else f"channel with tag {self._state.number}"
         return f"<{name} of {self._connection!r}, {state}>"

@@ -730,9 +730,9 @@ class Conversations(metaclass=OpenedNotConstructed):
                     begun = await completed(receiving.receive(wire.UNACCEPTED, Want.COPY, 4), link.engine)
             except trio.EndOfChannel:
                 raise StopAsyncIteration from None
-            talk = receiving.conversations.accept(int.from_bytes(begun, "little"))
-            if talk is not None:
-                return Channel._create(self._connection, talk, True)
+            channel = receiving.conversations.accept(int.from_bytes(begun, "little"))
+            if channel is not None:
+                return Channel._create(self._connection, channel, True)
 
     def __repr__(self) -> str:
         return f"<conversations of {self._connection!r}>"

@@ -45,7 +45,7 @@ _PREAMBLE = struct.Struct("<8sHH32s")
 #: The length of the rest of the frame, the kind included, and the kind.
 _HEAD = struct.Struct("<IB")
 _SENT = struct.Struct("<Q")
-#: How many endpoints were made, the generation of the shared one, and whether it was greeted.
+#: How many endpoints were made, the generation of the shared one, and whether something has arrived over that one.
 _SUMMARY = struct.Struct("<HHB")
 #: The generation, and whether both sides send HELLO.
 _TAKE = struct.Struct("<HB")
@@ -295,7 +295,7 @@ class Exchange:
 
     def welcome(self, description: PeerDescription, summary: EndpointSummary) -> None:
         """For the server: answers OPEN."""
-        numbers = _SUMMARY.pack(summary.made, summary.shared, summary.greeted)
+        numbers = _SUMMARY.pack(summary.made, summary.shared, summary.proven)
         self._send(FrameKind.WELCOME, numbers + (self._stated_key or b"") + description.encode())
         self.state = ExchangeState.TAKE
 
@@ -498,8 +498,8 @@ def _refused(body: bytes) -> Refused:
 
 
 def _summary(body: bytes) -> EndpointSummary:
-    made, shared, greeted = _fields(body, _SUMMARY)
-    return EndpointSummary(_in_range(made, MAX_GENERATION), _in_range(shared, made), bool(_in_range(greeted, 1)))
+    made, shared, proven = _fields(body, _SUMMARY)
+    return EndpointSummary(_in_range(made, MAX_GENERATION), _in_range(shared, made), bool(_in_range(proven, 1)))
 
 
 def _fields(body: bytes, format: struct.Struct) -> tuple[int, ...]:

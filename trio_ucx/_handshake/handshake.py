@@ -5,7 +5,7 @@ through between the two ends of the endpoint yet, both sides send HELLO, a contr
 open for a side when that side has the Link and, if HELLO is awaited, HELLO has arrived.
 
 A client that need not wait for HELLO sends at once, and UCX may deliver that before the server has read TAKE from the
-control socket. Such a client uses the shared endpoint of which WELCOME has told it, and which has been greeted. So the
+control socket. Such a client uses the shared endpoint of which WELCOME has told it, and which is proven. So the
 server makes the Link with WELCOME if there is such an endpoint, and again in the rare case that the client takes
 another one. Nothing but HELLO can arrive before there is a Link.
 """
@@ -289,14 +289,14 @@ class Handshake:
         """For the server: returns the endpoint summary for WELCOME, and holds the shared endpoint for the client.
 
         Until the client has joined or gone, our shared endpoint is neither replaced nor closed for being idle. If it
-        has been greeted, the client may send over it at once, so the Link is made here.
+        is proven, the client may send over it at once, so the Link is made here.
         """
         if self._with_itself:
             return EndpointSummary()
         self._holds = True
         self._endpoints_to_worker.hold_for_client(self._peer_address)
         summary = self._endpoints_to_worker.summary(self._peer_address)
-        if summary.greeted:
+        if summary.proven:
             self._make_link(summary.shared)
         return summary
 
@@ -322,7 +322,7 @@ class Handshake:
         if generation is None:
             raise NeedsAnotherWorker(self.label)
         ours = endpoints.summary(self._peer_address)
-        return generation, not (ours.greeted and theirs.greeted and ours.shared == theirs.shared == generation)
+        return generation, not (ours.proven and theirs.proven and ours.shared == theirs.shared == generation)
 
     def _join(self, generation: int, greet: bool) -> None:
         """Makes the Link, and sends HELLO if that is awaited. The connection may be open when this returns.
@@ -386,7 +386,7 @@ class Handshake:
                 self.options,
             )
         except BaseException:
-            share.close(reusable=core.greeted)
+            share.close(left_clean=core.proven)
             raise
         self._generation = generation
         link.local_address, link.remote_address = self.local, self.remote
@@ -449,7 +449,7 @@ class Handshake:
             or self.opened.outcome is not None
         ):
             return
-        link.share.endpoint.mark_greeted()
+        link.share.endpoint.mark_proven()
         control.exchange.mark_opened()
         link.peer_info = control.identify(self.peer)
         closing = link.closing

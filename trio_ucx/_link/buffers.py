@@ -13,10 +13,10 @@ _KEPT = 4096
 class PackedMessages:
     """Small messages of one length, one after the other in one bytes object: a ``_rules.tag_queue.Packed``."""
 
-    __slots__ = ("_data", "_position", "left", "length")
+    __slots__ = ("_data", "_position", "length", "remaining")
 
     def __init__(self, count: int, length: int, data: bytes) -> None:
-        self.left = count
+        self.remaining = count
         self.length = length
         self._data = data
         self._position = 0
@@ -30,18 +30,18 @@ class PackedMessages:
         """Takes the first of them."""
         start = self._position
         self._position = end = start + self.length
-        self.left -= 1
-        if start == 0 and self.left == 0:
+        self.remaining -= 1
+        if start == 0 and self.remaining == 0:
             return self._data
         data = self._data[start:end]
-        if end > _KEPT and self.left and end > len(self._data) - end:
+        if end > _KEPT and self.remaining and end > len(self._data) - end:
             self._data = self._data[end:]  # what is unread must not keep much that is read
             self._position = 0
         return data
 
     def pop_all(self) -> bytes:
         """Takes all that are left, one after the other."""
-        self.left = 0
+        self.remaining = 0
         return self._data[self._position :] if self._position else self._data
 
 

@@ -270,7 +270,7 @@ class Closing:
     def _peer_closed(self) -> None:
         """The peer has closed, and has our ACK: lets go of what it did not take."""
         error = UCXError(Status.CONNECTION_RESET, "the peer has closed")
-        self.share.fail(error, reusable=self._left_nothing())
+        self.share.fail(error, left_clean=self._left_nothing())
 
     def _left_nothing(self) -> bool:
         """True if UCX writes to no memory of this connection, so that another one can go on with its endpoint."""
@@ -353,7 +353,7 @@ class Closing:
 
     def give_up(self) -> None:
         """Leaves the endpoint, because the connection will not open; other connections may go on using it."""
-        self.share.close(reusable=self.share.endpoint.greeted and self._left_nothing())
+        self.share.close(left_clean=self.share.endpoint.proven and self._left_nothing())
         self.close_now()
 
     def close_now(self) -> None:
@@ -361,7 +361,7 @@ class Closing:
         if self.life.closed:
             return
         self.ending.state = CloseState.CLOSED
-        self.share.close(reusable=self.life.graceful and not self._sending.undelivered and self._left_nothing())
+        self.share.close(left_clean=self.life.graceful and not self._sending.undelivered and self._left_nothing())
         if self.control_socket is not None:
             self.control_socket.close()
         self._unregister()

@@ -44,6 +44,11 @@ class ChannelState:
     by_force: bool = False
     accepted: bool = True
 
+    @property
+    def number(self) -> int:
+        """Returns which tag queue this side reads."""
+        return self.queue.number
+
     def problem(self) -> Exception | None:
         """Returns why nothing can be sent there, if so."""
         if self.left:
@@ -96,8 +101,8 @@ class OpenChannels:
         self._next = 0
 
     def _add(self, queue: TagQueue, *, accepted: bool = True) -> ChannelState:
-        talk = queue.channel = ChannelState(queue, Origin(self._sending.ending.origin), accepted=accepted)
-        return talk
+        channel = queue.channel = ChannelState(queue, Origin(self._sending.ending.origin), accepted=accepted)
+        return channel
 
     def all(self) -> list[ChannelState]:
         return [queue.channel for queue in list(self._queues.values()) if queue.channel is not None]
@@ -121,14 +126,14 @@ class OpenChannels:
             trio.BrokenResourceError: the same, and the peer has gone.
         """
         queue = self._queues[tag]
-        talk: ChannelState = queue.channel or self._add(queue)
-        if talk.left:
+        channel: ChannelState = queue.channel or self._add(queue)
+        if channel.left:
             self._sending.check()
             raise RuntimeError(
                 f"this side has closed its channel with tag {tag}, and the peer has not closed its end yet: use "
                 "another tag, or open_conversation()"
             )
-        return talk
+        return channel
 
     def arrived(self, number: int) -> None:
         """Called for each message of a conversation. If it is not open, the peer begins it with this message.
@@ -150,22 +155,22 @@ class OpenChannels:
         """A user takes a conversation of the peer's; None if the peer has left it meanwhile."""
         self._announced.discard(number)
         queue = self._queues.get(number)
-        talk: ChannelState | None = None if queue is None else queue.channel
-        if talk is None or talk.accepted:
+        channel: ChannelState | None = None if queue is None else queue.channel
+        if channel is None or channel.accepted:
             return None
-        talk.accepted = True
-        return talk
+        channel.accepted = True
+        return channel
 
-    def leave(self, talk: ChannelState, *, by_force: bool = False) -> None:
+    def leave(self, channel: ChannelState, *, by_force: bool = False) -> None:
         """This side leaves. Left already: no effect."""
-        if talk.left:
+        if channel.left:
             return
-        talk.left = True
+        channel.left = True
         error = trio.ClosedResourceError("this channel was closed")
-        self._end_sends(talk, error)
-        self._sending.add_frame(wire.Leave(talk.queue.written, by_force))
-        talk.queue.drop_all(error)  # after LEAVE: it gives credit back, which the peer must not spend here
-        self._free_if_over(talk)
+        self._end_sends(channel, error)
+        self._sending.add_frame(wire.Leave(channel.queue.written, by_force))
+        channel.queue.drop_all(error)  # after LEAVE: it gives credit back, which the peer must not spend here
+        self._free_if_over(channel)
 
     def peer_left(self, number: int, *, by_force: bool) -> None:
         """LEAVE arrived.
@@ -174,8 +179,8 @@ class OpenChannels:
             wire.ProtocolError: there is no such channel.
         """
         queue = self._queues.get(number)
-        talk: ChannelState | None = None if queue is None else queue.channel
-        if talk is None:
+        channel: ChannelState | None = None if queue is None else queue.channel
+        if channel is None:
             if wire.CONVERSATIONS <= number < wire.ANSWERS:  # the peer has sent nothing there
                 if queue is not None:
                     self._forget(queue)
@@ -183,26 +188,26 @@ class OpenChannels:
                 return
             if number > wire.MAX_TAG:
                 raise wire.ProtocolError(f"the peer left the tag queue {number}, which is no channel")
-            talk = self._add(self._queues[number])
-        talk.peer_left = True
-        talk.by_force = by_force
-        if not talk.left:  # else nothing waits here any more
-            problem = talk.problem()
+            channel = self._add(self._queues[number])
+        channel.peer_left = True
+        channel.by_force = by_force
+        if not channel.left:  # else nothing waits here any more
+            problem = channel.problem()
             assert problem is not None
-            self._end_sends(talk, problem)
-            self._end(talk.queue)
-            if by_force and not talk.accepted:  # nobody waits for an answer
-                self.leave(talk)
-        self._free_if_over(talk)
+            self._end_sends(channel, problem)
+            self._end(channel.queue)
+            if by_force and not channel.accepted:  # nobody waits for an answer
+                self.leave(channel)
+        self._free_if_over(channel)
 
-    def _end_sends(self, talk: ChannelState, error: Exception) -> None:
+    def _end_sends(self, channel: ChannelState, error: Exception) -> None:
         """Ends the sends that wait for credit, or until the peer has fewer messages unread."""
-        talk.queue.unread_there = None
-        self._sending.withdraw(talk.queue.number, error)
+        channel.queue.unread_there = None
+        self._sending.withdraw(channel.number, error)
 
-    def _free_if_over(self, talk: ChannelState) -> None:
-        number = talk.queue.number
-        if talk.left and talk.peer_left and self._forget(talk.queue) and number >= wire.ANSWERS:
+    def _free_if_over(self, channel: ChannelState) -> None:
+        number = channel.number
+        if channel.left and channel.peer_left and self._forget(channel.queue) and number >= wire.ANSWERS:
             self._free.append(number - wire.ANSWERS)
 
     def _forget(self, queue: TagQueue) -> bool:

@@ -186,7 +186,7 @@ class Receiving:
         if packed.length > limit:
             return None
         data = packed.pop()
-        if not packed.left:
+        if not packed.remaining:
             queue.next_packed()
             if queue.packed is None and len(self.queues) > IDLE_QUEUES:
                 self.queues.forget_if_idle(queue)
@@ -231,7 +231,7 @@ class Receiving:
         if queue is None or queue.packed is None:
             return None
         data = queue.packed.pop()
-        if not queue.packed.left:
+        if not queue.packed.remaining:
             queue.next_packed()
         return data
 
@@ -269,7 +269,7 @@ class Receiving:
         if packed is None and not queue.messages:
             return None
         if packed is not None:
-            count, data = packed.left, packed.pop_all()
+            count, data = packed.remaining, packed.pop_all()
             queue.next_packed()
             amount = self.credit.consumed(packed.length, count)
             if amount:
@@ -511,11 +511,11 @@ class Receiving:
             return trio.ClosedResourceError("this connection was closed")
         if queue is not None and queue.failure is not None:
             return self.share.problem() or queue.failure  # a new one: each raise makes the traceback longer
-        talk: ChannelState | None = None if queue is None else queue.channel
-        if talk is not None and talk.peer_left:
-            return talk.end()
+        channel: ChannelState | None = None if queue is None else queue.channel
+        if channel is not None and channel.peer_left:
+            return channel.end()
         if self.life.receives is Answer.END:
-            origin = self.ending.origin if talk is None else talk.origin
+            origin = self.ending.origin if channel is None else channel.origin
             return about(origin, trio.EndOfChannel("the peer closed the connection"))
         if self.life.draining and self.share.error is None and (queue is None or queue.number < wire.CONVERSATIONS):
             return about(self.ending.origin, trio.EndOfChannel("this server shuts down (Server.drain)"))

@@ -81,9 +81,9 @@ def of_channel(channel: ChannelState, user: TaskPlace) -> Iterator[str]:
     Args:
         user: a task of the program that has the channel, and does not wait in a call of trio_ucx.
     """
-    opened_by_peer = wire.CONVERSATIONS <= channel.queue.number < wire.ANSWERS
+    opened_by_peer = wire.CONVERSATIONS <= channel.number < wire.ANSWERS
     if opened_by_peer and not channel.peer_left:
-        name = queue_name(channel.queue.number)
+        name = queue_name(channel.number)
         yield f"the peer may wait for an answer on {name}: our task {user.task!r} waits for something else"
 
 

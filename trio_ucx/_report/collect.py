@@ -121,7 +121,7 @@ class _Collector:
         """Finds the tasks that connect, those that serve a connection, and those that use a channel."""
         for value in variables_of(task):
             if type(value) is Channel:
-                self.users[value._talk] = task_place(task)
+                self.users[value._state] = task_place(task)
         for module, variables, runs_program in library_frames(task):
             if module == "trio_ucx._handshake.client":
                 if isinstance(connector := variables.get("self"), Connector):
@@ -264,14 +264,14 @@ class _Collector:
         name = causes.queue_name(queue.number)
         return item(text, items=receives, queue=name, tag=queue.number, messages=count, bytes=size)
 
-    def channel(self, talk: ChannelState) -> Item | None:
+    def channel(self, channel: ChannelState) -> Item | None:
         """The task that uses a channel, unless it waits in a call of trio_ucx, which is described by itself."""
-        user = self.users.get(talk)
-        if user is None or user.call is not None or talk.left:
+        user = self.users.get(channel)
+        if user is None or user.call is not None or channel.left:
             return None
-        name = causes.queue_name(talk.queue.number)
+        name = causes.queue_name(channel.number)
         text = "{queue}: used by task {task!r}{where}"
-        return item(text, causes.of_channel(talk, user), queue=name, **attrs.asdict(user))
+        return item(text, causes.of_channel(channel, user), queue=name, **attrs.asdict(user))
 
     def connect(self, connector: Connector) -> Item:
         over_ucx = f"messages do not get through over UCX ({connector._handshake.route}); a firewall may block them"

@@ -75,7 +75,7 @@ class Packed(Protocol):
     #: The length of each.
     length: int
     #: How many were not taken yet.
-    left: int
+    remaining: int
 
     @property
     def first(self) -> bytes:
@@ -256,7 +256,7 @@ class TagQueue:
     @property
     def unread(self) -> int:
         """Returns the number of messages that have arrived and were not taken."""
-        packed = 0 if self.packed is None else self.packed.left + sum(each.left for each in self._later)
+        packed = 0 if self.packed is None else self.packed.remaining + sum(each.remaining for each in self._later)
         return packed + len(self.messages)
 
     @property
@@ -273,7 +273,7 @@ class TagQueue:
     def held(self) -> tuple[int, int]:
         """Returns how many messages nobody has taken yet, and their bytes."""
         packed = [each for each in (self.packed, *self._later) if each is not None]
-        size = sum(message.length for message in self.messages) + sum(each.left * each.length for each in packed)
+        size = sum(message.length for message in self.messages) + sum(each.remaining * each.length for each in packed)
         return self.unread, size
 
     @property
@@ -328,10 +328,10 @@ class TagQueue:
     def packed_arrived(self, packed: Packed) -> int:
         """Packed messages arrived. Returns how many of them were consumed at once."""
         if self.failure is not None:
-            return packed.left
-        before = packed.left
+            return packed.remaining
+        before = packed.remaining
         if not self.messages and not self._advancing:
-            while self.receives and packed.left:
+            while self.receives and packed.remaining:
                 receive = self.receives[0]
                 if receive.want is Want.LENGTH or packed.length > receive.limit:
                     break
@@ -342,13 +342,13 @@ class TagQueue:
                     self.receives.popleft()
                     receive.succeed(data)
             if not self.receives:
-                if packed.left:
+                if packed.remaining:
                     if self.packed is None:
                         self.packed = packed
                     else:
                         self._add_later(packed)
-                return before - packed.left
-        consumed = before - packed.left
+                return before - packed.remaining
+        consumed = before - packed.remaining
         self._add_messages(self._messages_of(packed))
         self.advance()
         return consumed
@@ -391,7 +391,7 @@ class TagQueue:
 
     def _messages_of(self, packed: Packed) -> list[Message]:
         messages = []
-        while packed.left:
+        while packed.remaining:
             message = Message(self, 0, packed.length)
             message.state = MessageState.READY
             message.contents = packed.pop()

@@ -321,7 +321,7 @@ class Group(metaclass=OpenedNotConstructed):
             if end is not None and not isinstance(end, trio.EndOfChannel) and not members.gone(link.rank):
                 self._suspect(link, end)
         open_links = [link for link, end in ends.items() if end is None]
-        if not open_links and all(rank in members.left for rank in range(members.size) if rank != self.rank):
+        if not open_links and all(rank in members.departed for rank in range(members.size) if rank != self.rank):
             raise trio.EndOfChannel("all other ranks have left the group")
         signal = Signal()
         self._waiters.add(signal)

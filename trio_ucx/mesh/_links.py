@@ -77,7 +77,7 @@ class RankConnection:
 
     def establish(self, channel: Channel) -> None:
         name, causes = f"the connection with rank {self.rank}", partial(self.causes, self)
-        owned(channel.connection, name, queue=channel._talk.queue.number, causes=causes)
+        owned(channel.connection, name, queue=channel._state.number, causes=causes)
         self.channel = channel
         self.ready.set()
 
@@ -102,7 +102,7 @@ class RankConnection:
         """The next message of collectives, which is not taken; None if it is not there."""
         if self.pending or self.channel is None:
             return self.pending[0] if self.pending else None
-        return self.channel._talk.queue.first
+        return self.channel._state.queue.first
 
     def take(self) -> bytes | None:
         """Takes the next message of collectives if it is there; see :meth:`Receiving.take_ready`."""
@@ -151,7 +151,7 @@ class Links:
 
     def _member_changed(self, rank: int) -> None:
         link = self.by_rank.get(rank)
-        if link is not None and rank not in self.members.left:  # what it has sent before it left can be received
+        if link is not None and rank not in self.members.departed:  # what it has sent before it left can be received
             link.end()
             if rank not in self.members.lost:
                 del self.by_rank[rank]  # a new process has its number

@@ -190,7 +190,7 @@ class Coordinator:
                     await self._members.changed.park()  # its loss may not be known yet
             await trio.lowlevel.checkpoint_if_cancelled()
             refusal = self._refusal(arrival.hello)
-            if members.ended is not None or rank in members.left:
+            if members.ended is not None or rank in members.departed:
                 refusal = RankAnswer("the previous group has not ended", later=True)
             elif rank not in members.lost:
                 refusal = refusal or RankAnswer(f"rank {rank} has joined already")
@@ -242,7 +242,7 @@ class Coordinator:
             del self._arrivals[rank]  # it may come again
             return
         self._controls.pop(rank, None)
-        if rank not in self._members.left:
+        if rank not in self._members.departed:
             self.lose(rank, reason)
         self._find_heard()
         self._members.changed.unpark_all()
@@ -255,7 +255,7 @@ class Coordinator:
                 await self._members.changed.park()
         if self._members.member(rank) != suspect.member:
             return  # it was lost before, and has been replaced
-        self.lose(rank, "it has left the group" if rank in self._members.left else suspect.reason)
+        self.lose(rank, "it has left the group" if rank in self._members.departed else suspect.reason)
 
     def _leaves(self, rank: int, error: str) -> None:
         if error:
@@ -270,7 +270,7 @@ class Coordinator:
     async def _tell_left(self) -> None:
         await trio.sleep(_TOGETHER)
         self._telling = False
-        self._tell(Left(tuple(self._members.left)))
+        self._tell(Left(tuple(self._members.departed)))
 
     def suspect(self, rank: int, reason: str) -> None:
         """Rank 0 itself cannot reach a rank."""
@@ -356,7 +356,7 @@ class Follower:
                 if isinstance(message, Lost):
                     members.lose(message.rank, message.reason)
                 elif isinstance(message, Left):
-                    members.leave(set(message.ranks) - members.left)
+                    members.leave(set(message.ranks) - members.departed)
                 elif isinstance(message, Joined):
                     members.replace(message)
                     _send_soon(self._links.nursery, self._control, Heard(message.generation))

@@ -26,7 +26,7 @@ class Members:
         since: by rank, the generation in which it joined, if that is not 0.
         lost: by rank, why it is not there.
         losses: by rank, the last loss, also if a new process has its number.
-        left: the ranks that have left without an error, and that nobody has missed since.
+        departed: the ranks that have left without an error, and that nobody has missed since.
         ended: why the group has ended, if it has.
         on_change: called after each change, with the rank that it is about.
         changed: where tasks wait for a change.
@@ -42,7 +42,7 @@ class Members:
     since: dict[int, int] = attrs.field(factory=dict)
     lost: dict[int, RankLostError] = attrs.field(factory=dict)
     losses: dict[int, RankLostError] = attrs.field(factory=dict)
-    left: set[int] = attrs.field(factory=set)
+    departed: set[int] = attrs.field(factory=set)
     ended: RankLostError | None = None
     on_change: list[Callable[[int], None]] = attrs.field(factory=list)
     changed: trio.lowlevel.ParkingLot = attrs.field(factory=trio.lowlevel.ParkingLot)
@@ -81,7 +81,7 @@ class Members:
         if rank in self.lost or self.ended is not None:
             return False
         error = self.lost[rank] = self.losses[rank] = RankLostError(rank, reason)
-        self.left.discard(rank)
+        self.departed.discard(rank)
         if self.fatal or rank in (0, self.rank):
             self.ended = error
         self._changed(rank)
@@ -90,17 +90,17 @@ class Members:
     def leave(self, ranks: Iterable[int]) -> None:
         """Ranks have left. That is a loss when somebody needs one of them."""
         for rank in ranks:
-            self.left.add(rank)
+            self.departed.add(rank)
             self._changed(rank)
 
     def gone(self, rank: int) -> bool:
         """True if a rank has left, or is lost."""
-        return rank in self.lost or rank in self.left
+        return rank in self.lost or rank in self.departed
 
     def replace(self, joined: Joined) -> None:
         """A new process has joined under the number of a lost rank."""
         self.lost.pop(joined.rank, None)
-        self.left.discard(joined.rank)
+        self.departed.discard(joined.rank)
         self.generation = self.since[joined.rank] = joined.generation
         self.addresses[joined.rank] = joined.address
         self._changed(joined.rank)

@@ -199,7 +199,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         """
         if self._has_not_ended:
             self._transports = query_transports(self._core)
-        return self._transports or as_transports(self._core.lanes_when_greeted or [])
+        return self._transports or as_transports(self._core.lanes_when_proven or [])
 
     @property
     def name(self) -> str:

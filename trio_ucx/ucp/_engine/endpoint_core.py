@@ -164,7 +164,7 @@ class EndpointCore(Scope):
         "connected",
         "endpoints_to_worker",
         "forcible",
-        "lanes_when_greeted",
+        "lanes_when_proven",
         "main",
         "shares",
         "stream_buffer",
@@ -187,7 +187,7 @@ class EndpointCore(Scope):
         #: when the first message for a Connection arrived over it.
         self.endpoints_to_worker: EndpointsToWorker | None = None
         self.shares: dict[Scope, None] = {}
-        self.lanes_when_greeted: list[bytes] | None = None
+        self.lanes_when_proven: list[bytes] | None = None
         #: Whether it is known to be up, and will not change its lanes any more.
         self.connected = False
         #: UCX's endpoint, if this object was closed and UCX still has something to write.
@@ -252,32 +252,32 @@ class EndpointCore(Scope):
         return self.endpoints_to_worker is not None or bool(self.shares)
 
     @property
-    def greeted(self) -> bool:
+    def proven(self) -> bool:
         """True if something has arrived over it for a Connection."""
-        return self.lanes_when_greeted is not None
+        return self.lanes_when_proven is not None
 
-    def mark_greeted(self) -> None:
+    def mark_proven(self) -> None:
         """Something has arrived over it for a Connection. Known already: no effect."""
-        if not self.greeted:
-            self.lanes_when_greeted = self.lanes() or []
+        if not self.proven:
+            self.lanes_when_proven = self.lanes() or []
 
     def join(self, share: Scope) -> None:
         """A Connection begins to use it."""
         self.shares[share] = None
 
-    def leave(self, share: Scope, *, reusable: bool) -> None:
+    def leave(self, share: Scope, *, left_clean: bool) -> None:
         """Records that a Connection no longer uses it. Left already: no effect.
 
         Args:
-            reusable: if it was the last one, see :meth:`EndpointsToWorker.last_left`.
+            left_clean: if it was the last one, see :meth:`EndpointsToWorker.last_left`.
         """
         if share not in self.shares:
             return
         del self.shares[share]
         if self.shares or self.handle is None:
             return
-        reusable = reusable and self.stream_buffer is None and not self.operations_over_it()
-        if self.endpoints_to_worker is not None and self.endpoints_to_worker.last_left(self, reusable=reusable):
+        left_clean = left_clean and self.stream_buffer is None and not self.operations_over_it()
+        if self.endpoints_to_worker is not None and self.endpoints_to_worker.last_left(self, left_clean=left_clean):
             return
         if share.error is None:
             self.close()

@@ -37,12 +37,12 @@ class EndpointSummary:
     Attributes:
         made: how many it has made.
         shared: the generation of the one that its Connections share; 0 if there is none.
-        greeted: whether something has arrived over that one.
+        proven: whether something has arrived over that one.
     """
 
     made: int = 0
     shared: int = 0
-    greeted: bool = False
+    proven: bool = False
 
     def reaches(self, generation: int) -> bool:
         """True if the side has this endpoint, or makes it next."""
@@ -70,7 +70,7 @@ class PeerEndpoint(Protocol):
     endpoints_to_worker: EndpointsToWorker | None
 
     @property
-    def greeted(self) -> bool:
+    def proven(self) -> bool:
         """True if something has arrived over it for a Connection."""
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class EndpointsToWorker:
     def summary(self, address: WorkerAddress) -> EndpointSummary:
         """Returns what is said to the peer about the endpoints of one kind."""
         kind = self._kind(address)
-        return EndpointSummary(min(self._made, LIMIT), kind.generation, kind.core is not None and kind.core.greeted)
+        return EndpointSummary(min(self._made, LIMIT), kind.generation, kind.core is not None and kind.core.proven)
 
     @property
     def is_unused(self) -> bool:
@@ -156,29 +156,29 @@ class EndpointsToWorker:
             core = make()  # which calls `count_made`
             old, kind.core, kind.generation = kind.core, core, generation
             core.endpoints_to_worker = self
-            if old is not None and old.greeted and self._idle.pop(old, None) is not None:
-                old.close()  # one that was not greeted stays for a moment: see `last_left`
+            if old is not None and old.proven and self._idle.pop(old, None) is not None:
+                old.close()  # one that is not proven stays for a moment: see `last_left`
             return core
         self._idle.pop(kind.core, None)
         return kind.core
 
     # ---- the end ----
 
-    def last_left(self, core: PeerEndpoint, *, reusable: bool) -> bool:
+    def last_left(self, core: PeerEndpoint, *, left_clean: bool) -> bool:
         """The last Connection has left an endpoint.
 
         Args:
-            reusable: whether another connection may go on with it: nothing was left at it.
+            left_clean: whether another connection may go on with it: nothing was left at it.
 
         Returns:
             Whether it stays for a moment. If not, it is to be closed now.
         """
         kind = self._kind(core.peer_address)
-        if not kind.holds and not (reusable and core.greeted):
+        if not kind.holds and not (left_clean and core.proven):
             self._forget(core)
-        # UCX may still be connecting one that was not greeted. If that is closed at once, another connection between
+        # UCX may still be connecting one that is not proven. If that is closed at once, another connection between
         # the same two workers over TCP sometimes breaks (UCX 1.22: 6 of 900 cancelled connects did that).
-        stays = core is kind.core or not core.greeted
+        stays = core is kind.core or not core.proven
         if stays:
             self._idle[core] = time.monotonic()
             self._watch()

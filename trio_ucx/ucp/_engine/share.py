@@ -43,33 +43,33 @@ class Share(Scope):
     def endpoint(self) -> EndpointCore:
         return self._endpoint
 
-    def fail(self, error: UCXError, *, reusable: bool = False) -> None:
+    def fail(self, error: UCXError, *, left_clean: bool = False) -> None:
         """Marks it as failed, ends its operations, and leaves the endpoint. Failed or closed already: no effect.
 
         Args:
-            reusable: whether nothing was left at the endpoint: see :meth:`EndpointsToWorker.last_left`.
+            left_clean: whether nothing was left at the endpoint: see :meth:`EndpointsToWorker.last_left`.
         """
         if self.gone:
             return
         self.ending.error = error
         try:
-            self._leave(reusable)
+            self._leave(left_clean)
         finally:
             self._tell()
 
-    def close(self, *, reusable: bool = False) -> None:
+    def close(self, *, left_clean: bool = False) -> None:
         """Ends its operations with ClosedResourceError, and leaves the endpoint.
 
         If it has failed already, this only drops ``on_end``.
 
         Args:
-            reusable: as for :meth:`fail`.
+            left_clean: as for :meth:`fail`.
         """
         self.on_end = None
         if self.handle is not None:
-            self._leave(reusable)
+            self._leave(left_clean)
 
-    def _leave(self, reusable: bool) -> None:
+    def _leave(self, left_clean: bool) -> None:
         self.handle = None
         operations = list(self.operations.pending)
         self.operations.end(self.problem)
@@ -79,7 +79,7 @@ class Share(Scope):
             contained(end)
         if self._endpoint.stream_buffer is not None:
             contained(self._endpoint.stream_buffer.wake)
-        self._endpoint.leave(self, reusable=reusable)
+        self._endpoint.leave(self, left_clean=left_clean)
         if operations or at_end:
             self.engine.submit()
 
