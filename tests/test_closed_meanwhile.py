@@ -65,7 +65,7 @@ async def test_waiting_for_streams(transports: str) -> None:
 async def test_connecting_while_the_worker_closes(
     worker: ucp.Worker, transports: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the exchange, and while the peer's HELLO is awaited."""
+    """Before the exchange, and while the peer's HELLO is awaited; also if the handshake ends before its task is cancelled."""
     async with open_listener(worker) as listener:
         for _ in range(4):
             async with ucp.open_worker(config={"TLS": transports}) as other, trio.open_nursery() as nursery:
@@ -74,15 +74,20 @@ async def test_connecting_while_the_worker_closes(
                 nursery.start_soon(close_worker, other)
         silent: list[Handshake] = []
         monkeypatch.setattr(Handshake, "_open_if_ready", lambda handshake: silent.append(handshake))
-        async with ucp.open_worker(config={"TLS": transports}) as other, trio.open_nursery() as nursery:
-            with trio.fail_after(15):
-                nursery.start_soon(
-                    expect_closed,
-                    partial(trio_ucx.open_ucx_stream, *listener.address, worker=other, connect_timeout=60),
-                )
-                await until(lambda: silent)  # one side waits for the other
-                await trio.testing.wait_all_tasks_blocked()
-                await close_worker(other)
+        for handshake_first in (False, True):
+            silent.clear()
+            async with ucp.open_worker(config={"TLS": transports}) as other, trio.open_nursery() as nursery:
+                with trio.fail_after(15):
+                    nursery.start_soon(
+                        expect_closed,
+                        partial(trio_ucx.open_ucx_stream, *listener.address, worker=other, connect_timeout=60),
+                    )
+                    await until(lambda: silent)  # one side waits for the other
+                    await trio.testing.wait_all_tasks_blocked()
+                    if handshake_first:
+                        for handshake in silent:
+                            handshake.close()
+                    close_worker_at_once(other)
 
 
 async def test_flush_of_an_endpoint_whose_messages_break_it(

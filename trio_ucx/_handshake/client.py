@@ -70,6 +70,9 @@ class Connector:
                 link = await self._connect_from_some_worker()
             if scope.cancelled_caught:
                 waiting_for = under_way(self._handshake.under_way())
+        except OSError:
+            engine.check()  # the worker was closed, or broke, meanwhile
+            raise
         finally:
             engine.teardown.children.pop(id(self), None)
             if link is None:
