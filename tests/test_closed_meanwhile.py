@@ -65,7 +65,7 @@ async def test_waiting_for_streams(transports: str) -> None:
 async def test_connecting_while_the_worker_closes(
     worker: ucp.Worker, transports: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the exchange, and while the peer's HELLO is awaited; also if the handshake ends before its task is cancelled."""
+    """Before the exchange, and while HELLO is awaited; also if the handshake ends before the task that waits for it."""
     async with open_listener(worker) as listener:
         for _ in range(4):
             async with ucp.open_worker(config={"TLS": transports}) as other, trio.open_nursery() as nursery:
