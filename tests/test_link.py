@@ -334,10 +334,10 @@ def forgets_the_admission_of_a_refused_message(
     credit.void_admission(queue)
 
 
-@fault(Sending, "withdraw_stream")
-def sends_the_pieces_behind_a_refused_one(method: Callable[..., Any], sending: Sending, error: Exception) -> None:
-    if not isinstance(error, MemoryError):
-        method(sending, error)
+@fault(Sending, "withdraw")
+def sends_the_pieces_behind_a_refused_one(method: Callable[..., Any], sending: Sending, *which: Any) -> None:
+    if not isinstance(which[1], MemoryError):
+        method(sending, *which)
 
 
 @fault(Sending, "send_frame")

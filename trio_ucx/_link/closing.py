@@ -140,7 +140,7 @@ class Closing:
         error = trio.ClosedResourceError("this connection was closed")
         self._receiving.stop(error)
         # Messages that wait for credit are waited for. A write to the byte stream ends, as in Trio.
-        self._sending.withdraw_stream(error)
+        self._sending.withdraw(self._receiving.queues[wire.STREAM], error)
         if not self._sending.finished():
             self._sending.send_frame(wire.Stop())
 

@@ -203,7 +203,7 @@ class OpenChannels:
     def _end_sends(self, channel: ChannelState, error: Exception) -> None:
         """Ends the sends that wait for credit, or until the peer has fewer messages unread."""
         channel.queue.unread_there = None
-        self._sending.withdraw(channel.number, error)
+        self._sending.withdraw(channel.queue, error)
 
     def _free_if_over(self, channel: ChannelState) -> None:
         number = channel.number

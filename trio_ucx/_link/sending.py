@@ -353,18 +353,14 @@ class Sending:
         spare = self.tail.spare()
         return all(send.cancelled and (not send.queue.stream or send in spare) for send in self._in_flight())
 
-    def withdraw(self, number: int, error: Exception) -> None:
+    def withdraw(self, queue: TagQueue, error: Exception) -> None:
         """Ends the sends of a tag queue that wait for credit, or for room in it. All waits look again."""
         if self.credit.waiting:
-            for send in [send for send in self.credit.waiting if send.queue.number == number]:
+            for send in list(queue.waiting_sends):
                 send.withdraw(error)
             self.send_waiting()
         else:
             self.share.operations.changed()
-
-    def withdraw_stream(self, error: Exception) -> None:
-        """Ends the pieces of the byte stream that wait for credit. Messages that wait for credit go on waiting."""
-        self.withdraw(wire.STREAM, error)
 
     def dropped_there(self, queue: int, length: int) -> None:
         """DROPPED arrived: the peer could not receive a message."""
@@ -454,7 +450,7 @@ class SendOperation(Operation):
         except Exception as error:
             self.finish(Error(error))
             if self.queue.stream:
-                self.sending.withdraw_stream(error)  # else there would be a hole
+                self.sending.withdraw(self.queue, error)  # else there would be a hole
 
     def release_unsent(self) -> None:
         """Releases the buffer, which UCX has not got, or does not need any more."""
