@@ -246,7 +246,7 @@ def new_life() -> Life:
     return collections.deque(), collections.deque()
 
 
-def settle(world: World, a: Program, b: Program) -> None:
+def progress_until_quiet(world: World, a: Program, b: Program) -> None:
     """Until nothing happens any more."""
     quiet = False
     while not quiet:
@@ -270,7 +270,7 @@ def finish(world: World, a: Program, b: Program) -> None:
                 program.accept()
             while program.channels:
                 program.leave()
-        settle(world, a, b)
+        progress_until_quiet(world, a, b)
     for program in (a, b):
         channels = program.channels_of_link
         assert sorted(channels._free) == list(range(channels._next)), "the number of a conversation is not free again"
@@ -280,7 +280,7 @@ def finish(world: World, a: Program, b: Program) -> None:
         for program in (a, b):
             for end in program.plain:
                 program.receive(end)
-        settle(world, a, b)
+        progress_until_quiet(world, a, b)
     assert not a.bounded_sends and not b.bounded_sends
     assert all(message.may_be_missing for end in a.plain for messages in end.life for message in messages)
 
@@ -297,8 +297,8 @@ def run_programs(seed: int) -> None:
             a.collect()
             b.collect()
             if chance.random() < 0.02:
-                settle(world, a, b)
-        settle(world, a, b)
+                progress_until_quiet(world, a, b)
+        progress_until_quiet(world, a, b)
         finish(world, a, b)
     finally:
         world.end()

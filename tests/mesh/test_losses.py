@@ -32,13 +32,19 @@ class Ranks:
         self._options: dict[str, Any] = {"meeting": f"file://{folder}/meeting", "on_loss": on_loss, "size": size}
         #: By rank, what its last run has ended with.
         self.ends: dict[int, Any] = {}
-        self._met: set[int] = set()
+        self._met = 0
+        self._all_met = trio.Event()
 
     async def meet(self, group: mesh.Group) -> None:
-        """A barrier that no rank is in any more when this returns: a rank that fails then interrupts none in it."""
+        """A barrier that returns in all ranks at the same time.
+
+        All go on in one round of Trio's, so a rank that fails next interrupts the others in what they do next.
+        """
         await group.barrier()
-        self._met.add(group.rank)
-        await until(lambda: len(self._met) == self.size)
+        self._met += 1
+        if self._met == self.size:
+            self._all_met.set()
+        await self._all_met.wait()
 
     async def run(self, rank: int, body: Body, **options: Any) -> None:
         async with ucp.open_worker(yield_interval=self.yield_interval) as worker:

@@ -16,11 +16,10 @@ With an authkey both sides derive the pair from it and from the nonces. Otherwis
 
 Without an authkey the client does not wait for the server's PREAMBLE. The *endpoint summary* says which endpoints the
 server's worker has made to the client's, and the client chooses one (``ucp/_engine/endpoints_to_worker.py``); if there
-is none, it sends AGAIN instead of TAKE, and connects from another worker. If no message has
-come through the chosen pair of endpoints yet, each side sends HELLO over UCX, and waits for the other's
-(``handshake.py``). Otherwise the connection is
-open for the client when it has sent TAKE, and for the server when that arrives. REFUSE, with a reason, is allowed until
-the connection is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
+is none, it sends AGAIN instead of TAKE, and connects from another worker. If no message has come through the chosen
+pair of endpoints yet, each side sends HELLO over UCX, and waits for the other's (``handshake.py``). Otherwise the
+connection is open for the client when it has sent TAKE, and for the server when that arrives. REFUSE, with a reason, is
+allowed until the connection is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
 """
 
 from __future__ import annotations

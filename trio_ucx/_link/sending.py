@@ -90,8 +90,8 @@ class Sending:
             raise problem
 
     def may_send(self, queue: TagQueue) -> bool:
-        """True if a small message could be sent, or would fail; if not, the peer is told."""
-        if self.over or self.credit.has_room(queue):
+        """True if a small message could be sent while the connection is not over; if not, the peer is told."""
+        if self.credit.has_room(queue):
             return True
         self.report_stalled()
         return False
