@@ -50,7 +50,19 @@ SOURCES = [
 #: The extensions: by folder in ``NATIVE``, their compiled files. Those that come later use those before. A build has
 #: those whose folders exist, and tells the core (``native.h``) their names.
 EXTENSIONS = {
-    "rma": ["memory.c", "order.c", "mapped.c", "requester.c", "owner.c", "transfer.c"],
+    "rma": [
+        "memory.c",
+        "order.c",
+        "mapped.c",
+        "direct.c",
+        "copies.c",
+        "requester.c",
+        "parts.c",
+        "gathered.c",
+        "runs.c",
+        "owner.c",
+        "transfer.c",
+    ],
     "chain": ["build.c", "node.c", "post.c", "run.c", "expressions.c", "report.c", "crc32c.c"],
 }
 

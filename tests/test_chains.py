@@ -12,7 +12,6 @@ import google_crc32c
 import pytest
 import trio
 from outcome import Error, Value
-from peers import REMOTE
 from remote import ATOMICS, Ground, error_of, open_ground, value_of
 
 from trio_ucx import ucp
@@ -651,11 +650,25 @@ async def test_empty(ground: Ground) -> None:
     assert list(await ground.worker.new_chain().run()) == []
 
 
+async def test_default_features_are_enough() -> None:
+    async with ucp.open_worker(config={"TLS": "tcp"}) as worker, ucp.open_worker(config={"TLS": "tcp"}) as owner:
+        endpoint = await worker.open_endpoint(owner.address)
+        with owner.context.allocate(64) as memory, endpoint.attach(memory.descriptor) as remote:
+            memory.memoryview[:] = bytes(64)
+            with worker.new_chain() as chain:
+                put = chain.put(remote, b"12345678", 8)
+                added = chain.fetch_add(remote, 1, 8, after=put)
+                got = chain.get(remote, 8, 8, after=added)
+                outcomes = await chain.run()
+                assert value_of(outcomes[got]) == b"22345678"
+        endpoint.abort()
+
+
 async def test_without_the_features() -> None:
-    async with ucp.open_worker(config={"TLS": "tcp"}) as worker:
-        async with ucp.open_worker(config={"TLS": "tcp"}, features=REMOTE) as owner:
+    features = ucp.Feature.TAG | ucp.Feature.RMA | ucp.Feature.WAKEUP
+    async with ucp.open_worker(config={"TLS": "tcp"}, features=ucp.Feature.TAG | ucp.Feature.WAKEUP) as worker:
+        async with ucp.open_worker(config={"TLS": "tcp"}, features=features) as owner:
             endpoint = await worker.open_endpoint(owner.address)
-            chain = worker.new_chain()
-            with owner.context.allocate(64) as memory, pytest.raises(RuntimeError, match="RMA"):
-                chain.get(endpoint.attach(memory.descriptor))
+            with owner.context.allocate(64) as memory, pytest.raises(RuntimeError, match="Feature.AM"):
+                endpoint.attach(memory.descriptor)
             endpoint.abort()

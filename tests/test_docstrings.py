@@ -32,12 +32,12 @@ import trio
 
 import trio_ucx
 from trio_ucx import mesh, testing, ucp
-from trio_ucx.ucp import chains
+from trio_ucx.ucp import blocks, chains
 
 anyio = pytest.importorskip("anyio")
 import trio_ucx.anyio  # noqa: E402
 
-MODULES: list[ModuleType] = [trio_ucx, ucp, chains, mesh, testing, trio_ucx.anyio]
+MODULES: list[ModuleType] = [trio_ucx, ucp, blocks, chains, mesh, testing, trio_ucx.anyio]
 
 ASYNC_METHODS = ("__aenter__", "__aexit__", "__anext__", "__await__")
 REFERENCE = re.compile(r":(?:meth|func|class|exc|attr):`([\w.]+)`")

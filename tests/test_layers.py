@@ -106,7 +106,7 @@ UCP = [
     ["_connecting"],
     ["_tag", "_stream", "_am_send"],
     ["_quirks.stopped_queue"],
-    ["_rma"],
+    ["_rma", "blocks"],
     ["_endpoint"],
     ["_arrivals", "_active_messages", "_listener", "_requests"],
     ["_internal_api"],
@@ -128,7 +128,7 @@ CYCLES = {
     ("trio_ucx.ucp._memory.registered", "trio_ucx.ucp._context"),
 }
 #: A build may leave these out. The only module that imports one does so in a method, and for its annotation.
-EXTENSIONS = {"trio_ucx.ucp.chains": "_worker.py"}
+EXTENSIONS = {"trio_ucx.ucp.chains": "_worker.py", "trio_ucx.ucp.blocks": "remote_memory.py"}
 
 
 def modules() -> list[Path]:

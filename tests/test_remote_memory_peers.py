@@ -32,7 +32,7 @@ PEERS = 4
 #: The layout of requests and answers (docs/wire.md).
 REQUEST = struct.Struct("<BB6xQQQ16s")
 ANSWER = struct.Struct("<BB6xQ")
-GET, PUT, ATOMIC = 1, 2, 4
+GET, PUT, ATOMIC, GET_LIST, PUT_LIST = 1, 2, 4, 5, 6
 #: The operands of an atomic.
 OPERANDS = struct.Struct("<QQ")
 ADD, COMPARE_SWAP, XOR = 0, 2, 5
@@ -210,6 +210,63 @@ async def test_an_owner_checks_every_request(transports: str) -> None:
         for _ in range(2):
             await endpoint.am_send(ID, b"x", header=ANSWER.pack(3, 0, 1), reply=True)  # to nothing
         assert await ask(GET, 0, 8, token) == (0, b"secret!!")
+
+
+def ranges(*pairs: tuple[int, int]) -> bytes:
+    return b"".join(struct.pack("<QQ", *pair) for pair in pairs)
+
+
+#: The kind of a request with a list, its count and length, its data, and the status of the answer.
+LISTS: dict[str, tuple[int, int, int, bytes, int]] = {
+    "no ranges": (GET_LIST, 0, 0, b"", 5),
+    "fewer ranges than it says": (GET_LIST, 3, 8, ranges((0, 4), (8, 4)), 5),
+    "too many ranges": (GET_LIST, 513, 513, ranges(*[(0, 1)] * 513), 5),
+    "a huge count": (GET_LIST, 2**64 - 1, 8, ranges((0, 8)), 5),
+    "a count that wraps around": (GET_LIST, 2**60 + 1, 8, ranges((0, 8)), 5),
+    "beyond the end": (GET_LIST, 2, 16, ranges((0, 8), (57, 8)), 7),
+    "the first beyond the end": (GET_LIST, 2, 16, ranges((57, 8), (0, 8)), 7),
+    "an offset that wraps around": (GET_LIST, 2, 16, ranges((0, 8), (2**64 - 4, 8)), 7),
+    "an empty range": (GET_LIST, 2, 8, ranges((0, 8), (8, 0)), 7),
+    "an empty first range": (GET_LIST, 2, 8, ranges((8, 0), (0, 8)), 7),
+    "less than the length that it says": (GET_LIST, 2, 20, ranges((0, 8), (8, 8)), 7),
+    "more than the length that it says": (GET_LIST, 2, 10, ranges((0, 8), (8, 8)), 7),
+    "a total that wraps around": (GET_LIST, 2, 2**64 - 8, ranges((0, 8), (8, 64)), 7),
+    "a put without data": (PUT_LIST, 2, 16, ranges((0, 8), (8, 8)), 5),
+    "a put with more data": (PUT_LIST, 1, 8, ranges((0, 8)) + bytes(9), 5),
+    "a put with less data": (PUT_LIST, 1, 8, ranges((0, 8)) + bytes(7), 5),
+    "a put beyond the end": (PUT_LIST, 2, 16, ranges((0, 8), (60, 8)) + bytes(16), 7),
+    "a right get": (GET_LIST, 2, 12, ranges((56, 8), (0, 4)), 0),
+    "a right put": (PUT_LIST, 2, 12, ranges((56, 8), (0, 4)) + b"12345678abcd", 0),
+}
+
+
+@pytest.mark.parametrize("protocol", [ucp.SendProtocol.EAGER, ucp.SendProtocol.RENDEZVOUS])
+@pytest.mark.parametrize("case", LISTS)
+async def test_an_owner_checks_every_list(case: str, protocol: ucp.SendProtocol) -> None:
+    """A list is done as a whole or not at all; with data by rendezvous, not at all."""
+    kind, count, length, data, expected = LISTS[case]
+    async with open_asker("tcp") as (endpoint, memory, answers):
+        token = token_of(memory)
+        for key in (bytes(16), token):
+            with suppress(trio_ucx.UCXError):  # data by rendezvous are refused
+                header = REQUEST.pack(kind, 0, 77, count, length, key)
+                await endpoint.am_send(ID, data, header=header, reply=True, protocol=protocol)
+            with trio.fail_after(15), await answers.receive() as answer:
+                said, status, id = ANSWER.unpack(answer.header)
+                assert (said, id) == (3, 77)
+                got = await answer.receive()
+            if protocol is ucp.SendProtocol.RENDEZVOUS and data:
+                assert status == 5
+            else:
+                assert status == expected if key == token else status in (5, 12)
+        done = expected == 0 and status == 0
+        assert got == (b"secret!!secr" if done and kind == GET_LIST else b"")
+        changed = b"abcdet!!" + b"secret!!" * 6 + b"12345678"
+        assert bytes(memory.memoryview) == (changed if done and kind == PUT_LIST else b"secret!!" * 8)
+        with trio.fail_after(15):
+            await endpoint.am_send(ID, b"", header=REQUEST.pack(GET, 0, 1, 0, 8, token), reply=True)
+            with await answers.receive() as answer:
+                assert ANSWER.unpack(answer.header)[1] == 0
 
 
 @pytest.mark.parametrize("transports", ["tcp", "sm,self"])

@@ -20,7 +20,7 @@ from ._rules.tag_queue import Want
 from ._statistics import ConnectionStatistics
 from ._util.arguments import check_integer
 from ._util.handles import ConflictDetector, OpenedNotConstructed, warn_resource
-from .ucp import Endpoint, Worker
+from .ucp import Endpoint, MemoryDescriptor, RemoteMemory, Worker
 from .ucp._internal_api import Buffer, Pending, WritableBuffer, check_elements, close_in_background, completed
 
 
@@ -70,6 +70,31 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         if self._endpoint is None:
             self._endpoint = Endpoint._create(self._link.worker, self._link.share)
         return self._endpoint
+
+    @enable_ki_protection
+    async def attach(self, descriptor: bytes | MemoryDescriptor) -> RemoteMemory:
+        """Takes hold of memory of the peer's: as :meth:`trio_ucx.ucp.Endpoint.attach`, and finds out how to reach it.
+
+        It ends with the connection. Close it before, or use it as a context manager.
+
+        Args:
+            descriptor: the :attr:`trio_ucx.ucp.Memory.descriptor` of the memory, which the peer has sent somehow.
+
+        Cancellation: nothing is attached.
+
+        Raises:
+            TypeError, ValueError: it is no descriptor, or damaged; it is of another process's memory than the peer's,
+                or says more memory than there is.
+            RuntimeError: the worker was opened without ``Feature.AM``.
+            trio.ClosedResourceError, trio.BrokenResourceError: the connection was closed; the peer is gone.
+        """
+        memory = self.endpoint.attach(descriptor)
+        try:
+            await memory.connect()
+        except BaseException:
+            memory.close()
+            raise
+        return memory
 
     @property
     def worker(self) -> Worker:

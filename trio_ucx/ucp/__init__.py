@@ -18,7 +18,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``). Two qu
     _engine                                           what is in flight, and what makes a worker progress
     _connecting                                       making endpoints
     _tag, _stream, _am_send                           one file for each capability
-    _rma                                              puts, gets and atomics
+    _rma, blocks                                      puts, gets and atomics; lists of blocks
     _endpoint, _arrivals, _active_messages,
       _listener, _requests                            what users hold
     _internal_api                                     what other layers of trio_ucx import from inside

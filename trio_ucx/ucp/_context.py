@@ -34,7 +34,7 @@ Config = Mapping[str, str | int | bool]
 
 
 #: Any of these lets a context register memory.
-_MEMORY = Feature.RMA | Feature.AMO32 | Feature.AMO64
+_MEMORY = Feature.AM | Feature.RMA | Feature.AMO32 | Feature.AMO64
 
 
 @attrs.define(eq=False, repr=False)
@@ -160,13 +160,13 @@ class Context(metaclass=OpenedNotConstructed):
             )
 
     def _require_memory(self, doing: str) -> None:
-        """Refuses a context that was opened without puts, gets and atomics, as :meth:`require`.
+        """Refuses a context whose workers could not use remote memory in any way, as :meth:`require`.
 
         Raises:
             RuntimeError: with what to do.
         """
         if not self.features & _MEMORY:
-            self._require(Feature.RMA, doing)
+            self._require(Feature.AM, doing)
 
     def attributes(self) -> ContextAttributes:
         """Returns what UCX says about it (``ucp_context_query``).
@@ -243,7 +243,7 @@ class Context(metaclass=OpenedNotConstructed):
 
         Raises:
             TypeError, ValueError: not a contiguous buffer, read-only, or empty; ``access`` is no :class:`Access`.
-            RuntimeError: it was opened without ``Feature.RMA``, ``AMO32`` or ``AMO64``; it was closed.
+            RuntimeError: it was opened without ``Feature.AM``, ``RMA``, ``AMO32`` and ``AMO64``; it was closed.
             UCXError, MemoryError: UCX cannot register it.
         """
         self._require_memory("registering memory")
@@ -259,7 +259,7 @@ class Context(metaclass=OpenedNotConstructed):
 
         Raises:
             TypeError, ValueError: no integer, or out of range; ``access`` is no :class:`Access`.
-            RuntimeError: it was opened without ``Feature.RMA``, ``AMO32`` or ``AMO64``; it was closed.
+            RuntimeError: it was opened without ``Feature.AM``, ``RMA``, ``AMO32`` and ``AMO64``; it was closed.
             UCXError, MemoryError: UCX has none.
         """
         self._require_memory("registering memory")

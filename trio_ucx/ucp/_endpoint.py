@@ -396,7 +396,7 @@ class Endpoint(trio.abc.AsyncResource, metaclass=OpenedNotConstructed):
         Raises:
             TypeError, ValueError: it is no descriptor, or damaged; it is known to be of another process than this
                 endpoint leads to. (Known is that of a Connection's endpoint, and of one opened by a WorkerAddress.)
-            RuntimeError: the context was opened without ``Feature.RMA``, ``AMO32`` or ``AMO64``.
+            RuntimeError: the context was opened without ``Feature.AM``, ``RMA``, ``AMO32`` and ``AMO64``.
             trio.ClosedResourceError, trio.BrokenResourceError: this endpoint was closed; the peer is gone.
         """
         self._check()

@@ -198,13 +198,11 @@ static void transfer(tu_node_t *node, const tu_target_t *target, tu_transfer_kin
                      const tu_atomic_terms_t *atomic)
 {
     tu_transfer_params_t params = {
-        .path    = &target->path,
+        .path   = &target->path,
         .kind   = kind,
         .late   = true,
-        .buffer = buffer,
-        .length = node->length,
+        .run    = {.buffer = buffer, .offset = node->offset, .length = node->length},
         .memory = memory,
-        .offset = node->offset,
         .done   = transfer_ended,
         .owner  = node,
     };

@@ -33,14 +33,28 @@ typedef struct tu_access_path {
     char token[16];
     uint64_t length;
     uint64_t part;             /* longer transfers go as several messages of so many bytes; 0: never */
+    int pid;                   /* of its owner, whose memory this process may read; 0: it may not */
+    uint64_t address;          /* of the memory in its owner */
+    uint64_t token_address;    /* where its owner has the token */
+    ucp_rkey_h rkey;           /* for UCX's own puts and gets, which nothing of the above replaces; NULL: none */
 } tu_access_path_t;
 
 int64_t tu_transfer(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, bool put, void *address,
                     size_t length, int memory, uint64_t offset);
 int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, int operation,
                            uint64_t length, uint64_t operand, uint64_t swapped, void *old, uint64_t offset);
+int64_t tu_transfer_blocks(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, bool put,
+                           void *buffer, int memory, const int64_t *local, uint64_t offset, const int64_t *remote,
+                           size_t count, uint64_t size, uint64_t *progress);
 int tu_transfers_status(tu_endpoint_t *endpoint, uint64_t scope);
 int tu_worker_fence(tu_worker_t *worker);
+
+/* direct.c */
+bool tu_direct_allowed(const tu_access_path_t *path);
+
+/* runs.c */
+size_t tu_blocks_beyond(const int64_t *blocks, size_t count, uint64_t limit);
+size_t tu_blocks_repeated(const int64_t *blocks, size_t count, uint64_t limit);
 
 /* owner.c */
 #define TU_ACCESS_READ 1
@@ -48,6 +62,7 @@ int tu_worker_fence(tu_worker_t *worker);
 #define TU_ACCESS_ATOMIC 4
 tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char *token, uint64_t address,
                              uint64_t length, unsigned access);
+uint64_t tu_memory_token_address(const tu_served_t *served);
 unsigned tu_memory_withdraw(tu_served_t *served);
 bool tu_memory_unused(tu_served_t *served);
 void tu_worker_stop_serving(tu_worker_t *worker);

@@ -1,8 +1,4 @@
-/* Remote memory that this process has mapped: it is copied by load and store, and the processor does the atomics.
- *
- * Copies longer than TU_MAPPED_PIECE go on with the worker's progress, one piece at a time, so that other tasks can
- * run.
- */
+/* Remote memory that this process has mapped: it is copied by load and store, and the processor does the atomics. */
 #include <string.h>
 
 #include "rma/transfer.h"
@@ -87,66 +83,3 @@ uint64_t tu_mapped_atomic(const tu_atomic_terms_t *atomic, char *at, uint64_t le
     return length == 4 ? atomic_uint32_t(atomic, (uint32_t *)(void *)at) :
                          atomic_uint64_t(atomic, (uint64_t *)(void *)at);
 }
-
-/* ---- copies that go on ---- */
-
-/* Does the next transfer's next step: copies a piece, or does the atomic. */
-static unsigned step(tu_hook_t *hook)
-{
-    tu_rma_t *rma           = TU_ITEM(hook, tu_rma_t, copy_hook);
-    tu_transfer_t *transfer = TU_LIST_FIRST(&rma->copies, tu_transfer_t, copy_link);
-    uint64_t length         = transfer->length - transfer->copied;
-    uint64_t old;
-
-    if (transfer->kind == TU_TRANSFER_ATOMIC) {
-        old = tu_mapped_atomic(&transfer->atomic, transfer->local, transfer->length);
-        tu_transfer_store_integer(transfer->buffer, old, transfer->length);
-        tu_transfer_conclude(transfer, UCS_OK);
-        return 1;
-    }
-    length = length < TU_MAPPED_PIECE ? length : TU_MAPPED_PIECE;
-    tu_mapped_copy(transfer->kind == TU_TRANSFER_PUT, transfer->buffer + transfer->copied,
-                   transfer->local + transfer->copied, length);
-    transfer->copied += length;
-    if (transfer->copied == transfer->length) {
-        tu_transfer_conclude(transfer, UCS_OK);
-    } else { /* the next piece is another transfer's */
-        tu_list_remove(&transfer->copy_link);
-        tu_list_append(&rma->copies, &transfer->copy_link);
-    }
-    return 1;
-}
-
-void tu_mapped_open(tu_rma_t *rma)
-{
-    tu_list_init(&rma->copies);
-    tu_hook_init(&rma->copy_hook, step);
-}
-
-void tu_mapped_close(tu_rma_t *rma)
-{
-    tu_hook_remove(&rma->copy_hook);
-}
-
-static void begin(tu_transfer_t *transfer)
-{
-    tu_rma_t *rma = tu_rma_of(transfer->worker);
-
-    transfer->state = TU_TRANSFER_COPYING;
-    tu_list_append(&rma->copies, &transfer->copy_link);
-    transfer->worker->background.copies++;
-    tu_hook_add(transfer->worker, &rma->copy_hook);
-}
-
-static void end(tu_transfer_t *transfer)
-{
-    tu_rma_t *rma = tu_rma_of(transfer->worker);
-
-    tu_list_remove(&transfer->copy_link);
-    transfer->worker->background.copies--;
-    if (tu_list_is_empty(&rma->copies)) {
-        tu_hook_remove(&rma->copy_hook);
-    }
-}
-
-const tu_transfer_method_t tu_mapped_method = {.begin = begin, .end = end};

@@ -1,7 +1,7 @@
 /* Registered memory and remote keys; UCX's own puts and gets. */
 #include <string.h>
 
-#include "rma/rma.h"
+#include "rma/transfer.h"
 
 /* Registers what is at `address`, or allocates when that is NULL. */
 int tu_memory_map(tu_context_t *context, void *address, size_t length, int memory_type, unsigned protection,
@@ -78,6 +78,57 @@ int tu_rkey_pointer(ucp_rkey_h rkey, uint64_t remote, uint64_t *local)
     *local = status == UCS_OK ? (uint64_t)(uintptr_t)pointer : 0;
     return status;
 }
+
+/* ---- UCX's own puts and gets, as parts of a list ---- */
+
+void tu_rma_unfenced(tu_worker_t *worker)
+{
+    tu_rma_of(worker)->unfenced = true;
+}
+
+static void part_moved(void *request, ucs_status_t status, void *user_data)
+{
+    tu_transfer_t *transfer = user_data;
+
+    if (request != NULL) {
+        ucp_request_free(request);
+    }
+    transfer->sending = false;
+    tu_transfer_conclude(transfer, transfer->state == TU_TRANSFER_OVER ? transfer->status : status);
+}
+
+static void begin_part(tu_transfer_t *transfer)
+{
+    tu_endpoint_t *endpoint   = transfer->endpoint;
+    uint64_t remote           = transfer->path.address + transfer->offset;
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
+        .cb.send      = part_moved,
+        .user_data    = transfer,
+    };
+    ucs_status_ptr_t answer;
+
+    tu_set_memory(&param, transfer->memory);
+    transfer->state   = TU_TRANSFER_SENT;
+    transfer->sending = true;
+    tu_transfers_of(endpoint)->begun++;
+    tu_rma_unfenced(endpoint->worker);
+    answer = transfer->kind == TU_TRANSFER_PUT ?
+                 ucp_put_nbx(endpoint->ep, transfer->buffer, transfer->length, remote, transfer->path.rkey, &param) :
+                 ucp_get_nbx(endpoint->ep, transfer->buffer, transfer->length, remote, transfer->path.rkey, &param);
+    if (!UCS_PTR_IS_PTR(answer)) {
+        part_moved(NULL, UCS_PTR_RAW_STATUS(answer), transfer);
+    }
+}
+
+static void end_part(tu_transfer_t *transfer)
+{
+    (void)transfer; /* UCX completes it */
+}
+
+const tu_transfer_method_t tu_ucx_method = {.begin = begin_part, .end = end_part};
+
+/* ---- those of one buffer ---- */
 
 int64_t tu_put(tu_endpoint_t *endpoint, void *address, size_t length, int memory, uint64_t remote, ucp_rkey_h rkey)
 {

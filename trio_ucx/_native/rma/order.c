@@ -26,6 +26,9 @@ tu_transfer_t *tu_order_allocate(tu_worker_t *worker, tu_transfer_kind_t kind, t
     tu_list_init(&transfer->link);
     tu_list_init(&transfer->awaiting_link);
     tu_list_init(&transfer->copy_link);
+    tu_list_init(&transfer->parts);
+    tu_list_init(&transfer->part_link);
+    transfer->failed_at = UINT64_MAX;
     tu_list_prepend(&tu_rma_of(worker)->transfers, &transfer->all_link);
     return transfer;
 }
@@ -117,6 +120,9 @@ void tu_transfer_store_integer(char *to, uint64_t value, uint64_t length)
 void tu_order_dispose(tu_transfer_t *transfer)
 {
     tu_list_remove(&transfer->all_link);
+    free(transfer->many);
+    free(transfer->ranges);
+    free(transfer->iov);
     free(transfer);
 }
 
@@ -154,6 +160,9 @@ void tu_transfer_tell(tu_transfer_t *transfer, ucs_status_t status)
 {
     tu_transfer_done_t done = transfer->done;
 
+    if (status == UCS_OK && transfer->progress != NULL) {
+        *transfer->progress = transfer->length;
+    }
     transfer->done = NULL;
     if (transfer->verdict != NULL) {
         *transfer->verdict = status;
@@ -180,7 +189,7 @@ void tu_transfer_conclude(tu_transfer_t *transfer, ucs_status_t status)
     }
     if (refused && tu_order_refused(tu_transfers_of(endpoint), transfer->scope) == NULL) {
         keep_refused(tu_transfers_of(endpoint), transfer);
-    } else if (!transfer->sending && !transfer->receiving) {
+    } else if (!transfer->sending && !transfer->receiving && tu_list_is_empty(&transfer->parts)) {
         if (transfer->done != NULL) {
             tu_transfer_tell(transfer, transfer->status);
         }
@@ -212,9 +221,10 @@ void tu_order_advance(tu_endpoint_t *endpoint)
             break;
         }
         transfers->waiting = TU_LIST_NEXT(&transfers->list, transfer, link);
-        if (transfer->kind == TU_TRANSFER_FLUSH) {
+        if (transfer->kind == TU_TRANSFER_FLUSH || transfer->state != TU_TRANSFER_WAITING) {
             continue;
         }
+        transfer->fenced = false;
         transfer->method->begin(transfer);
     }
     transfers->advancing = false;

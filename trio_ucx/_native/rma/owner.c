@@ -6,6 +6,7 @@
  * If this process has opened no endpoint to a peer, UCX may free its own endpoint to the peer at any time after the
  * callback that named it.
  */
+#define _GNU_SOURCE
 #include <pthread.h>
 #include <string.h>
 
@@ -36,6 +37,7 @@ typedef struct service {
     uint64_t endpoint;         /* the id of this side's endpoint; 0: UCX made it by itself */
     tu_remote_answer_t answer; /* UCX sends it from here */
     tu_le64_t old;             /* an atomic's old value; the same */
+    ucp_dt_iov_t *iov;         /* the ranges of a list; the same */
 } service_t;
 
 /* The memory of all contexts; workers of several threads read it. */
@@ -76,6 +78,12 @@ tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char
     return served;
 }
 
+/* Where this process has the token of the memory, as long as peers may use it: for direct.c at a peer. */
+uint64_t tu_memory_token_address(const tu_served_t *served)
+{
+    return (uint64_t)(uintptr_t)served->token;
+}
+
 /* Refuses further requests. Returns the number of requests in flight. With none the entry is freed; otherwise call
  * tu_memory_unused when TU_RECORD_UNUSED has come. */
 unsigned tu_memory_withdraw(tu_served_t *served)
@@ -84,6 +92,8 @@ unsigned tu_memory_withdraw(tu_served_t *served)
 
     pthread_mutex_lock(&mutex);
     tu_list_remove(&served->link);
+    explicit_bzero(served->token, TU_TOKEN_SIZE); /* peers that read it by themselves refuse what they have read */
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
     served->withdrawn = true;
     uses              = served->uses;
     pthread_mutex_unlock(&mutex);
@@ -211,6 +221,7 @@ static void end(service_t *service)
         release(tu_rma_of(service->worker), service->served);
     }
     tu_list_remove(&service->link);
+    free(service->iov);
     free(service);
 }
 
@@ -250,7 +261,10 @@ static void answer(service_t *service, ucs_status_t status, const void *data, ui
     ucs_status_ptr_t sent;
 
     service->answer.status = (uint8_t)-status;
-    if (length > 0) {
+    if (service->iov != NULL) {
+        param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE;
+        param.datatype      = ucp_dt_make_iov();
+    } else if (length > 0) {
         use_registration(service, &param);
     }
     sent = ucp_am_send_nbx(service->ep, TU_REMOTE_AM_ID, &service->answer, sizeof(service->answer), data, length,
@@ -381,6 +395,89 @@ static ucs_status_t atomic(service_t *service, const tu_remote_request_t *reques
     return rendezvous ? status : UCS_OK; /* an error refuses the data */
 }
 
+/* ---- lists of ranges ---- */
+
+/* Validates a request with a list, and holds its memory. *count becomes the number of ranges. */
+static ucs_status_t open_list(service_t *service, const tu_remote_request_t *request, unsigned access,
+                              const tu_remote_range_t *ranges, size_t length, size_t *count)
+{
+    tu_remote_request_t first = *request;
+    ucs_status_t status;
+
+    *count = (size_t)tu_le64_to(request->offset);
+    if (*count == 0 || *count > TU_MOST_RANGES || length < *count * sizeof(*ranges)) {
+        return UCS_ERR_INVALID_PARAM;
+    }
+    first.offset = ranges[0].offset;
+    status       = hold(&first, access, tu_le64_to(ranges[0].length), &service->served);
+    if (status == UCS_OK &&
+        !tu_gathered_check(ranges, *count, service->served->length, tu_le64_to(request->length))) {
+        status = UCS_ERR_INVALID_ADDR;
+    }
+    return status;
+}
+
+static ucs_status_t get_list(service_t *service, const tu_remote_request_t *request, const tu_remote_range_t *ranges,
+                             size_t length)
+{
+    size_t i, count;
+    ucs_status_t status = open_list(service, request, TU_ACCESS_READ, ranges, length, &count);
+
+    if (status != UCS_OK) {
+        return status;
+    }
+    service->iov = tu_calloc(count, sizeof(*service->iov));
+    if (service->iov == NULL) {
+        return UCS_ERR_NO_MEMORY;
+    }
+    for (i = 0; i < count; i++) {
+        service->iov[i] = (ucp_dt_iov_t){
+            .buffer = service->served->address + tu_le64_to(ranges[i].offset),
+            .length = tu_le64_to(ranges[i].length),
+        };
+    }
+    answer(service, UCS_OK, service->iov, count, UCP_AM_SEND_FLAG_EAGER);
+    return UCS_OK;
+}
+
+static ucs_status_t put_list(service_t *service, const tu_remote_request_t *request, const tu_remote_range_t *ranges,
+                             size_t length)
+{
+    const char *data = (const char *)ranges;
+    size_t i, count;
+    ucs_status_t status = open_list(service, request, TU_ACCESS_WRITE, ranges, length, &count);
+
+    if (status != UCS_OK) {
+        return status;
+    }
+    if (length - count * sizeof(*ranges) != tu_le64_to(request->length)) {
+        return UCS_ERR_INVALID_PARAM;
+    }
+    data += count * sizeof(*ranges);
+    for (i = 0; i < count; i++) {
+        tu_mapped_store(service->served->address + tu_le64_to(ranges[i].offset), data, tu_le64_to(ranges[i].length));
+        data += tu_le64_to(ranges[i].length);
+    }
+    answer(service, UCS_OK, NULL, 0, UCP_AM_SEND_FLAG_EAGER);
+    return UCS_OK;
+}
+
+/* Answers a request with a list, which is eager. */
+static ucs_status_t list(service_t *service, const tu_remote_request_t *request, const void *data, size_t length,
+                         bool rendezvous)
+{
+    ucs_status_t status = UCS_ERR_INVALID_PARAM;
+
+    if (!rendezvous) {
+        status = request->kind == TU_REMOTE_PUT_LIST ? put_list(service, request, data, length) :
+                                                       get_list(service, request, data, length);
+    }
+    if (status != UCS_OK) {
+        answer(service, status, NULL, 0, UCP_AM_SEND_FLAG_EAGER);
+    }
+    return rendezvous ? status : UCS_OK; /* an error refuses the data */
+}
+
 /* A message from any peer: a request, or an answer to a request of this worker. */
 static ucs_status_t message_arrived(void *arg, const void *header, size_t header_length, void *data, size_t length,
                                     const ucp_am_recv_param_t *param)
@@ -399,8 +496,11 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
         }
     } else if (header_length == sizeof(request) && (param->recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP)) {
         memcpy(&request, header, sizeof(request));
-        if (request.kind == TU_REMOTE_GET || request.kind == TU_REMOTE_PUT || request.kind == TU_REMOTE_ATOMIC) {
+        if (request.kind != TU_REMOTE_ANSWER && request.kind >= TU_REMOTE_GET && request.kind <= TU_REMOTE_PUT_LIST) {
             service = begin(rma, &request, param);
+            if (service != NULL && request.kind >= TU_REMOTE_GET_LIST) {
+                return list(service, &request, data, length, rendezvous);
+            }
             if (service != NULL && request.kind == TU_REMOTE_ATOMIC) {
                 return atomic(service, &request, data, length, rendezvous);
             }

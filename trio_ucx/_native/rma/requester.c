@@ -25,7 +25,7 @@ static tu_transfer_t *find(tu_rma_t *rma, uint64_t id)
 
 /* ---- requests ---- */
 
-void tu_requester_prepare(tu_transfer_t *transfer, const tu_access_path_t *path, uint64_t offset)
+void tu_requester_prepare(tu_transfer_t *transfer)
 {
     tu_remote_request_t *request = &transfer->request;
 
@@ -43,9 +43,13 @@ void tu_requester_prepare(tu_transfer_t *transfer, const tu_access_path_t *path,
         request->kind  = TU_REMOTE_GET;
         request->flags = transfer->memory > TU_MEMORY_HOST ? TU_REMOTE_RENDEZVOUS : 0;
     }
-    request->offset = tu_le64_from(offset);
+    request->offset = tu_le64_from(transfer->offset);
     request->length = tu_le64_from(transfer->length);
-    memcpy(request->token, path->token, sizeof(request->token));
+    if (transfer->ranges != NULL) {
+        request->kind   = transfer->kind == TU_TRANSFER_PUT ? TU_REMOTE_PUT_LIST : TU_REMOTE_GET_LIST;
+        request->offset = tu_le64_from(transfer->run_count);
+    }
+    memcpy(request->token, transfer->path.token, sizeof(request->token));
 }
 
 static void request_left(tu_transfer_t *transfer, ucs_status_t status)
@@ -80,7 +84,19 @@ static void begin(tu_transfer_t *transfer)
     };
     ucs_status_ptr_t answer;
 
-    if (transfer->kind == TU_TRANSFER_PUT) {
+    if (transfer->iov != NULL) {
+        data                = transfer->iov;
+        length              = transfer->run_count + 1;
+        param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE;
+        param.datatype      = ucp_dt_make_iov();
+        param.flags        |= UCP_AM_SEND_FLAG_EAGER;
+        tu_set_memory(&param, TU_MEMORY_HOST);
+    } else if (transfer->ranges != NULL) {
+        data   = transfer->ranges;
+        length = transfer->run_count * sizeof(*transfer->ranges);
+        tu_set_memory(&param, TU_MEMORY_HOST);
+        param.flags |= UCP_AM_SEND_FLAG_EAGER;
+    } else if (transfer->kind == TU_TRANSFER_PUT) {
         data   = transfer->buffer;
         length = transfer->length;
         tu_set_memory(&param, transfer->memory);
@@ -187,8 +203,10 @@ void tu_requester_answered(tu_rma_t *rma, const tu_remote_answer_t *answer, void
     } else if (length != transfer->length || (!rendezvous && transfer->memory > TU_MEMORY_HOST)) {
         tu_transfer_conclude(transfer, UCS_ERR_IO_ERROR);
     } else if (!rendezvous) {
-        memcpy(transfer->buffer, data, length);
+        tu_gathered_scatter(tu_runs_of(transfer), transfer->run_count, data);
         tu_transfer_conclude(transfer, UCS_OK);
+    } else if (transfer->ranges != NULL) {
+        tu_transfer_conclude(transfer, UCS_ERR_IO_ERROR); /* nobody asked for that */
     } else {
         forget(transfer); /* a second answer is not taken */
         receive(transfer, data);

@@ -4,7 +4,12 @@
  *   transfer.c    posts and cancels puts, gets and atomics; fences and flushes
  *   order.c       the order in which an endpoint's transfers begin, and their end
  *   mapped.c      memory that this process has mapped: load, store, and the processor's atomics
- *   requester.c   memory that it has not: messages to the owner, and its answers
+ *   direct.c      memory of a process of this machine, that this one may read (process_vm_readv)
+ *   copies.c      long copies out of and into the two: piece by piece
+ *   requester.c   memory that this process does not reach: messages to the owner, and its answers
+ *   parts.c       long transfers, and lists of blocks, by messages: part by part
+ *   gathered.c    requests for several ranges at once
+ *   runs.c        lists of blocks: checks them, and joins neighbours
  *   owner.c       the owner's side: memory that peers may use, and answers to them
  *   memory.c      registered memory and remote keys; UCX's own puts and gets
  *
@@ -43,8 +48,14 @@ typedef enum tu_transfer_kind {
     TU_TRANSFER_PUT,
     TU_TRANSFER_ATOMIC,
     TU_TRANSFER_FLUSH,
-    TU_TRANSFER_WHOLE,         /* a long transfer by messages: its parts are in the endpoint's list, it is not */
 } tu_transfer_kind_t;
+
+/* Bytes that follow each other, here and in the remote memory. */
+typedef struct tu_run {
+    char *buffer;
+    uint64_t offset;           /* in the remote memory */
+    uint64_t length;
+} tu_run_t;
 
 /* What an atomic does to an integer. Of smaller integers the low bits count. */
 typedef struct tu_atomic_terms {
@@ -59,11 +70,12 @@ typedef struct tu_transfer_params {
     const tu_access_path_t *path;
     tu_transfer_kind_t kind;
     bool late;
-    char *buffer;              /* of an atomic: where the old value goes; NULL unless it is late */
-    uint64_t length;           /* of an atomic: 4 or 8 */
+    tu_run_t run;              /* of an atomic: where the old value goes (NULL unless it is late); 4 or 8 bytes */
+    tu_run_t *runs;            /* several instead: tu_transfer_begin takes them over, and frees them; else NULL */
+    size_t run_count;
+    uint64_t *progress;        /* counts the bytes, from the beginning, that are done; NULL: nobody asks */
     tu_atomic_terms_t atomic;
-    int memory;                /* the kind of memory of `buffer` */
-    uint64_t offset;           /* in the remote memory */
+    int memory;                /* the kind of memory of the buffers */
     uint64_t scope;            /* whose next flush reports what is refused after the transfer has completed */
     tu_transfer_done_t done;
     void *owner;               /* the argument of `done` */

@@ -1,9 +1,6 @@
 /* Posts atomics, and puts and gets without UCX's own. They are carried out in the order of their posting (order.c): by
- * load, store and the processor's atomics if this process has mapped the memory (mapped.c), else by messages to its
- * owner (requester.c).
- *
- * A transfer by messages that is longer than the access path's `part` is a WHOLE: it is not in the list itself, but its parts
- * are, as transfers like others.
+ * load, store and the processor's atomics if this process has mapped the memory (mapped.c), by reading it if the
+ * kernel lets it (direct.c), else by messages to its owner (requester.c, parts.c).
  */
 #include <string.h>
 
@@ -11,106 +8,112 @@
 
 static void cancel(tu_transfer_t *transfer);
 
-/* Adds a transfer to the endpoint's list; by messages if `local` is NULL. */
-static ucs_status_t add(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, char *local, tu_transfer_t **out)
+static const tu_transfer_method_t *choose_method(const tu_transfer_params_t *params, const tu_transfer_t *transfer)
+{
+    uint64_t part = params->memory <= TU_MEMORY_HOST ? transfer->path.part : 0;
+
+    if (transfer->path.local != NULL || tu_direct_takes(&transfer->path, params->kind, transfer->length)) {
+        return &tu_copies_method;
+    }
+    return !transfer->path.messages || transfer->run_count > 1 || transfer->cursor.total > 0 || (part > 0 && transfer->length > part) ? &tu_parts_method : &tu_requester_method;
+}
+
+/* Adds a transfer to the endpoint's list. It takes over the runs. */
+static tu_transfer_t *add(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, const tu_access_path_t *path,
+                          uint64_t length, const tu_cursor_t *cursor)
 {
     tu_transfer_t *transfer = tu_order_enter(endpoint, params->kind, params->done, params->owner);
 
     if (transfer == NULL) {
-        return UCS_ERR_NO_MEMORY;
+        return NULL;
     }
-    transfer->late   = params->late;
-    transfer->buffer = params->buffer;
-    transfer->length = params->length;
-    transfer->memory = params->memory;
-    transfer->atomic = params->atomic;
-    transfer->local  = local;
-    transfer->method = local != NULL ? &tu_mapped_method : &tu_requester_method;
-    transfer->scope  = params->scope;
-    if (local == NULL) {
-        tu_requester_prepare(transfer, params->path, params->offset);
+    transfer->late      = params->late;
+    transfer->one       = params->run;
+    transfer->many      = params->runs;
+    transfer->run_count = params->runs != NULL ? params->run_count : 1;
+    transfer->buffer    = tu_runs_of(transfer)->buffer;
+    transfer->offset    = tu_runs_of(transfer)->offset;
+    transfer->length    = length;
+    transfer->memory    = params->memory;
+    transfer->cursor    = *cursor;
+    transfer->progress  = params->progress;
+    transfer->atomic    = params->atomic;
+    transfer->path      = *path;
+    transfer->scope     = params->scope;
+    transfer->method    = choose_method(params, transfer);
+    if (transfer->method == &tu_requester_method) {
+        tu_requester_prepare(transfer);
     }
-    *out = transfer;
-    return UCS_OK;
+    return transfer;
 }
 
-/* A part is over, or the caller that held the WHOLE no longer does. */
-static void part_done(void *owner, ucs_status_t status)
+/* Whether a transfer may happen before this call returns: nothing that was posted before it has to begin first. */
+static bool may_begin(const tu_transfers_t *transfers)
 {
-    tu_transfer_t *whole = owner;
-
-    if (whole->status == UCS_OK) {
-        whole->status = status;
-    }
-    if (--whole->parts == 0) {
-        tu_transfer_tell(whole, whole->status);
-        tu_order_dispose(whole);
-    }
+    return transfers == NULL ||
+           (transfers->waiting == NULL && !(transfers->fence && !tu_list_is_empty(&transfers->list)));
 }
 
-/* Adds a long transfer by messages, as parts. If there is no memory for one of them, those before it are cancelled. */
-static ucs_status_t add_parts(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, tu_transfer_t **out)
+/* Does as much of a transfer as this call may take time for. Returns false if something is left; messages do that if
+ * the path is changed. */
+static bool do_at_once(const tu_transfer_params_t *params, tu_access_path_t *path, const tu_run_t *runs, size_t count,
+                       uint64_t length, tu_cursor_t *cursor)
 {
-    tu_transfer_t *whole      = tu_order_allocate(endpoint->worker, TU_TRANSFER_WHOLE, params->done, params->owner);
-    tu_transfer_params_t part = *params;
-    ucs_status_t status       = UCS_OK;
-    tu_transfer_t *transfer;
-    uint64_t done;
+    uint64_t end = length > TU_COPIED_AT_ONCE ? tu_now() + TU_SEQUENCE_SLICE : 0;
 
-    if (whole == NULL) {
-        return UCS_ERR_NO_MEMORY;
+    if (params->kind == TU_TRANSFER_ATOMIC) {
+        if (path->local != NULL) {
+            tu_transfer_store_integer(
+                runs->buffer, tu_mapped_atomic(&params->atomic, path->local + runs->offset, length), length);
+        }
+        return path->local != NULL;
     }
-    part.done  = part_done;
-    part.owner = whole;
-    for (done = 0; done < params->length && status == UCS_OK; done += part.length) {
-        part.length = params->length - done < params->path->part ? params->length - done : params->path->part;
-        part.buffer = params->buffer + done;
-        part.offset = params->offset + done;
-        status      = add(endpoint, &part, NULL, &transfer);
-        whole->parts += status == UCS_OK;
+    if (path->local == NULL && !tu_direct_takes(path, params->kind, length)) {
+        return false;
     }
-    if (status != UCS_OK) {
-        whole->parts++; /* so that it does not end in this call */
-        cancel(whole);
-        tu_order_dispose(whole);
-        return status;
-    }
-    *out = whole;
-    return UCS_OK;
+    do {
+        if (!tu_copies_step(path, params->kind == TU_TRANSFER_PUT, runs, count, cursor)) {
+            path->pid = 0;
+            return false;
+        }
+        if (params->progress != NULL) {
+            *params->progress = cursor->total;
+        }
+    } while (cursor->total < length && tu_now() < end);
+    return cursor->total == length;
 }
 
 ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, tu_transfer_t **out)
 {
-    tu_transfers_t *transfers    = tu_transfers_of(endpoint);
-    const tu_access_path_t *path = params->path;
-    bool on_host                 = params->memory <= TU_MEMORY_HOST;
-    char *local                  = path->local != NULL && on_host ? path->local + params->offset : NULL;
-    ucs_status_t verdict         = UCS_INPROGRESS;
+    const tu_run_t *runs  = params->runs != NULL ? params->runs : &params->run;
+    size_t count          = params->runs != NULL ? params->run_count : 1;
+    tu_access_path_t path = *params->path;
+    ucs_status_t verdict  = UCS_INPROGRESS;
+    uint64_t length       = 0;
+    tu_cursor_t cursor    = {0};
     tu_transfer_t *transfer;
-    ucs_status_t status;
+    size_t i;
 
     *out = NULL;
-    if (local == NULL && !path->messages) {
+    for (i = 0; i < count; i++) {
+        length += runs[i].length;
+    }
+    if (params->memory > TU_MEMORY_HOST) {
+        path.local = NULL;
+        path.pid   = 0;
+    }
+    if (path.local == NULL && !path.messages && path.rkey == NULL) {
+        free(params->runs);
         return UCS_ERR_UNSUPPORTED;
     }
-    if (local != NULL && params->length <= TU_MAPPED_PIECE &&
-        (transfers == NULL ||
-         (transfers->waiting == NULL && !(transfers->fence && !tu_list_is_empty(&transfers->list))))) {
-        if (params->kind == TU_TRANSFER_ATOMIC) {
-            tu_transfer_store_integer(params->buffer, tu_mapped_atomic(&params->atomic, local, params->length),
-                                      params->length);
-        } else {
-            tu_mapped_copy(params->kind == TU_TRANSFER_PUT, params->buffer, local, params->length);
-        }
+    if (may_begin(tu_transfers_of(endpoint)) && do_at_once(params, &path, runs, count, length, &cursor)) {
+        free(params->runs);
         return UCS_OK;
     }
-    if (local == NULL && path->part > 0 && params->length > path->part && on_host) {
-        status = add_parts(endpoint, params, &transfer);
-    } else {
-        status = add(endpoint, params, local, &transfer);
-    }
-    if (status != UCS_OK) {
-        return status;
+    transfer = add(endpoint, params, &path, length, &cursor);
+    if (transfer == NULL) {
+        free(params->runs);
+        return UCS_ERR_NO_MEMORY;
     }
     transfer->verdict = &verdict;
     tu_order_advance(endpoint);
@@ -149,6 +152,7 @@ static int64_t post_transfer(tu_endpoint_t *endpoint, tu_transfer_params_t *para
     int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
 
     if (verdict != 0) {
+        free(params->runs);
         return verdict;
     }
     params->done  = operation_done;
@@ -174,13 +178,37 @@ int64_t tu_transfer(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_pat
     params = (tu_transfer_params_t){
         .path   = path,
         .kind   = put ? TU_TRANSFER_PUT : TU_TRANSFER_GET,
-        .buffer = address,
-        .length = length,
+        .run    = {.buffer = address, .offset = offset, .length = length},
         .memory = memory,
-        .offset = offset,
         .scope  = scope,
     };
     return post_transfer(endpoint, &params);
+}
+
+/* Gets or puts a list of blocks of `size` bytes: those that `remote` and `local` name, of the memory from `offset` on
+ * and of the buffer. Python has checked that they are in both. `progress` stays until the operation is over, and counts
+ * the bytes, from the beginning of the list, that are done. Otherwise as tu_transfer. */
+int64_t tu_transfer_blocks(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, bool put,
+                           void *buffer, int memory, const int64_t *local, uint64_t offset, const int64_t *remote,
+                           size_t count, uint64_t size, uint64_t *progress)
+{
+    tu_transfer_params_t params = {
+        .path     = path,
+        .kind     = put ? TU_TRANSFER_PUT : TU_TRANSFER_GET,
+        .progress = progress,
+        .memory   = memory,
+        .scope    = scope,
+    };
+
+    if (count == 0 || size == 0 || offset > path->length ||
+        tu_blocks_beyond(remote, count, (path->length - offset) / size) < count) {
+        return UCS_ERR_INVALID_PARAM;
+    }
+    if (memory > TU_MEMORY_HOST && !(endpoint->worker->memory_types >> (memory - 1) & 1)) {
+        return UCS_ERR_UNSUPPORTED;
+    }
+    params.runs = tu_runs_of_blocks(buffer, local, offset, remote, count, size, &params.run_count);
+    return params.runs == NULL ? UCS_ERR_NO_MEMORY : post_transfer(endpoint, &params);
 }
 
 /* Does an atomic to an integer of `length` bytes (4 or 8), whose address is a multiple of that. `old`: where its old
@@ -200,11 +228,9 @@ int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, uint64_t scope, const tu_acc
         .path   = path,
         .kind   = TU_TRANSFER_ATOMIC,
         .late   = old != NULL,
-        .buffer = old,
-        .length = length,
+        .run    = {.buffer = old, .offset = offset, .length = length},
         .atomic = {.operation = operation, .operand = operand, .swapped = swapped},
         .memory = TU_MEMORY_HOST,
-        .offset = offset,
         .scope  = scope,
     };
     return post_transfer(endpoint, &params);
@@ -281,11 +307,6 @@ int tu_transfers_status(tu_endpoint_t *endpoint, uint64_t scope)
     return status;
 }
 
-void tu_rma_unfenced(tu_worker_t *worker)
-{
-    tu_rma_of(worker)->unfenced = true;
-}
-
 /* UCX's fence is called only if UCX's own puts and gets have been used: inside the call it may wait until everything is
  * flushed (ucp_worker_fence_strong). */
 int tu_worker_fence(tu_worker_t *worker)
@@ -313,35 +334,11 @@ int tu_worker_fence(tu_worker_t *worker)
 
 /* ---- cancelling, and the end ---- */
 
-/* Cancels the parts that need nothing from the peer now. */
-static void cancel_parts(tu_transfer_t *whole)
-{
-    tu_endpoint_t *endpoint = NULL;
-    tu_transfer_t *transfer, *after;
-
-    whole->parts++; /* so that it does not end inside the loop */
-    TU_LIST_FOR_EACH_SAFE(transfer, after, &tu_rma_of(whole->worker)->transfers, all_link) {
-        if (transfer->owner != whole || transfer->done != part_done) {
-            continue;
-        }
-        if (transfer->endpoint != NULL && endpoint == NULL) {
-            endpoint                             = transfer->endpoint;
-            tu_transfers_of(endpoint)->advancing = true; /* otherwise this could end `after` */
-        }
-        cancel(transfer);
-    }
-    if (endpoint != NULL) {
-        tu_transfers_of(endpoint)->advancing = false;
-        tu_order_advance(endpoint);
-    }
-    part_done(whole, UCS_OK);
-}
-
 /* Cancels a transfer, unless the peer has the request: then its answer ends it. */
 static void cancel(tu_transfer_t *transfer)
 {
-    if (transfer->kind == TU_TRANSFER_WHOLE) {
-        cancel_parts(transfer);
+    if (transfer->method == &tu_parts_method) {
+        tu_parts_cancel(transfer);
     } else if (transfer->kind != TU_TRANSFER_FLUSH &&
                (transfer->state == TU_TRANSFER_WAITING || transfer->state == TU_TRANSFER_COPYING)) {
         tu_transfer_conclude(transfer, UCS_ERR_CANCELED);
@@ -376,7 +373,7 @@ static void worker_destroyed(tu_worker_t *worker)
     while (!tu_list_is_empty(&rma->transfers)) {
         tu_order_dispose(TU_LIST_FIRST(&rma->transfers, tu_transfer_t, all_link));
     }
-    tu_mapped_close(rma);
+    tu_copies_close(rma);
     tu_owner_close(rma);
     free(rma);
 }
@@ -395,7 +392,7 @@ static ucs_status_t open(tu_worker_t *worker)
     for (i = 0; i < TU_AWAITING_BUCKETS; i++) {
         tu_list_init(&rma->awaiting[i]);
     }
-    tu_mapped_open(rma);
+    tu_copies_open(rma);
     return tu_owner_open(rma);
 }
 

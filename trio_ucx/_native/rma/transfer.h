@@ -11,6 +11,11 @@
 #define TU_REMOTE_PUT 2
 #define TU_REMOTE_ANSWER 3
 #define TU_REMOTE_ATOMIC 4
+#define TU_REMOTE_GET_LIST 5
+#define TU_REMOTE_PUT_LIST 6
+
+/* Ranges of one request, at most. */
+#define TU_MOST_RANGES 512
 
 /* A flag of a get: the answer shall be a rendezvous. */
 #define TU_REMOTE_RENDEZVOUS 1
@@ -43,7 +48,14 @@ typedef struct tu_remote_operands {
     tu_le64_t swapped;
 } tu_remote_operands_t;
 
+/* The data of a request with a list begins with one of these for each range. */
+typedef struct tu_remote_range {
+    tu_le64_t offset;
+    tu_le64_t length;
+} tu_remote_range_t;
+
 _Static_assert(sizeof(tu_remote_operands_t) == 16, "docs/wire.md");
+_Static_assert(sizeof(tu_remote_range_t) == 16, "docs/wire.md");
 _Static_assert(sizeof(tu_remote_request_t) == 48, "docs/wire.md");
 _Static_assert(sizeof(tu_remote_answer_t) == 16, "docs/wire.md");
 
@@ -59,6 +71,13 @@ typedef struct tu_transfer_method {
     void (*begin)(tu_transfer_t *transfer);
     void (*end)(tu_transfer_t *transfer); /* of one that has begun, and not happened: forgets it */
 } tu_transfer_method_t;
+
+/* How far a transfer of several runs has come. */
+typedef struct tu_cursor {
+    size_t run;
+    uint64_t in_run;           /* bytes of that run */
+    uint64_t total;            /* bytes of all runs */
+} tu_cursor_t;
 
 struct tu_transfer {
     tu_worker_t *worker;
@@ -76,15 +95,27 @@ struct tu_transfer {
     tu_transfer_done_t done;   /* NULL: it was called */
     void *owner;
     ucs_status_t *verdict;     /* of a transfer that completes before its begin returns */
-    char *buffer;
-    uint64_t length;
+    char *buffer;              /* of the first run */
+    uint64_t offset;           /* of the first run */
+    uint64_t length;           /* of all runs */
     int memory;
-    const tu_transfer_method_t *method; /* of a flush and a WHOLE: NULL */
-    char *local;               /* the memory's address in this process; NULL: by messages */
-    uint64_t copied;
+    const tu_transfer_method_t *method; /* of a flush: NULL */
+    tu_access_path_t path;
+    tu_run_t one;              /* the run of a transfer that has only one */
+    tu_run_t *many;            /* else: its runs, which it owns */
+    size_t run_count;
+    tu_cursor_t cursor;        /* what was copied, or of which parts have begun */
+    uint64_t *progress;        /* bytes, from the beginning, that are done; NULL: nobody asks */
     ucs_status_t status;
     uint64_t scope;
-    uint64_t parts;            /* of a WHOLE: those that are not over */
+    tu_list_t parts;           /* those that are not over: parts.c */
+    uint64_t failed_at;        /* the first byte of the first part that failed */
+    bool held;                 /* does not end now */
+    tu_transfer_t *whole;      /* of a part */
+    tu_list_t part_link;       /* in the list of its whole */
+    uint64_t position;         /* in its whole */
+    tu_remote_range_t *ranges; /* of a request with a list; UCX sends it from here */
+    ucp_dt_iov_t *iov;         /* the same, of a put: the ranges and the data */
     tu_atomic_terms_t atomic;
     uint64_t id;               /* of its request */
     tu_remote_request_t request; /* UCX sends it from here */
@@ -115,6 +146,32 @@ typedef struct tu_rma {
     bool unfenced;             /* UCX has had puts or gets since the last fence */
 } tu_rma_t;
 
+static inline const tu_run_t *tu_runs_of(const tu_transfer_t *transfer)
+{
+    return transfer->many != NULL ? transfer->many : &transfer->one;
+}
+
+/* Takes the next piece of at most `most` bytes from the runs. Returns false at their end. */
+static inline bool tu_cursor_next(tu_cursor_t *cursor, const tu_run_t *runs, size_t count, uint64_t most,
+                                  tu_run_t *piece)
+{
+    const tu_run_t *run = &runs[cursor->run];
+
+    if (cursor->run == count) {
+        return false;
+    }
+    piece->buffer = run->buffer + cursor->in_run;
+    piece->offset = run->offset + cursor->in_run;
+    piece->length = run->length - cursor->in_run < most ? run->length - cursor->in_run : most;
+    cursor->total += piece->length;
+    cursor->in_run += piece->length;
+    if (cursor->in_run == run->length) {
+        cursor->run++;
+        cursor->in_run = 0;
+    }
+    return true;
+}
+
 static inline tu_rma_t *tu_rma_of(tu_worker_t *worker)
 {
     return worker->extensions[TU_INDEX_rma];
@@ -141,19 +198,43 @@ void tu_order_advance(tu_endpoint_t *endpoint);
 void tu_order_dispose(tu_transfer_t *transfer);
 
 /* mapped.c */
-#define TU_MAPPED_PIECE (1024 * 1024)
-void tu_mapped_open(tu_rma_t *rma);
-void tu_mapped_close(tu_rma_t *rma);
 void tu_mapped_copy(bool put, char *buffer, char *local, uint64_t length);
 void tu_mapped_store(char *to, const void *data, uint64_t length);
 uint64_t tu_mapped_atomic(const tu_atomic_terms_t *atomic, char *at, uint64_t length);
-extern const tu_transfer_method_t tu_mapped_method;
+
+/* direct.c */
+bool tu_direct_takes(const tu_access_path_t *path, tu_transfer_kind_t kind, uint64_t length);
+bool tu_direct_read(const tu_access_path_t *path, const tu_run_t *pieces, size_t count);
+
+/* copies.c */
+#define TU_COPIED_AT_ONCE (1024 * 1024) /* bytes */
+void tu_copies_open(tu_rma_t *rma);
+void tu_copies_close(tu_rma_t *rma);
+bool tu_copies_step(const tu_access_path_t *path, bool put, const tu_run_t *runs, size_t count, tu_cursor_t *cursor);
+extern const tu_transfer_method_t tu_copies_method;
 
 /* requester.c */
 extern const tu_transfer_method_t tu_requester_method;
-void tu_requester_prepare(tu_transfer_t *transfer, const tu_access_path_t *path, uint64_t offset);
+void tu_requester_prepare(tu_transfer_t *transfer);
 void tu_requester_answered(tu_rma_t *rma, const tu_remote_answer_t *answer, void *data, size_t length,
                            bool rendezvous);
+
+/* memory.c */
+extern const tu_transfer_method_t tu_ucx_method;
+
+/* gathered.c */
+bool tu_gathered_prepare(tu_transfer_t *part);
+void tu_gathered_scatter(const tu_run_t *runs, size_t count, const char *data);
+bool tu_gathered_check(const tu_remote_range_t *ranges, size_t count, uint64_t limit, uint64_t length);
+
+/* parts.c */
+extern const tu_transfer_method_t tu_parts_method;
+void tu_parts_cancel(tu_transfer_t *whole);
+
+/* runs.c */
+tu_run_t *tu_runs_of_blocks(char *buffer, const int64_t *local, uint64_t offset, const int64_t *remote, size_t count,
+                            uint64_t size, size_t *run_count);
+tu_run_t *tu_runs_of_buffers(const tu_buffers_t *buffers, const uint64_t *offsets);
 
 /* owner.c */
 ucs_status_t tu_owner_open(tu_rma_t *rma);

@@ -48,8 +48,8 @@ _LOCAL_READ, _LOCAL_WRITE, _REMOTE_READ, _REMOTE_WRITE = 1 << 0, 1 << 1, 1 << 8,
 _HOST_MEMORY = (lib.TU_MEMORY_UNKNOWN, lib.TU_MEMORY_HOST)
 
 #: Magic and version, access, access by UCX, address, length; the process (host, pid namespace, pid, start time); the
-#: token; the length of the remote key, which follows; then a checksum of everything before.
-_DESCRIPTOR = struct.Struct("<4sBBBxQQ16sQIQ16sI")
+#: token, and where its owner has it; the length of the remote key, which follows; then a checksum of everything before.
+_DESCRIPTOR = struct.Struct("<4sBBBxQQ16sQIQ16sQI")
 _MAGIC, _VERSION = b"TURM", 1
 #: The token in a descriptor of memory that cannot be reached by messages.
 _NO_TOKEN = bytes(lib.TU_TOKEN_SIZE)
@@ -123,12 +123,15 @@ class MemoryDescriptor:
     _token: bytes = b""
     #: Which of UCX's puts and gets the owner's UCX answers; the features of its context decide.
     _ucx_access: Access = Access.ALL
+    #: Where the owner's process has the token as long as the memory is open; 0: not known.
+    _token_address: int = 0
 
     def __attrs_post_init__(self) -> None:
         check_integer(self.address, "the address", 0, _MAX_ADDRESS)
         check_integer(self.nbytes, "nbytes", 0, min(_MAX_LENGTH, _MAX_ADDRESS - self.address))
         check_access(self.access)
         check_access(self._ucx_access)
+        check_integer(self._token_address, "the token's address", 0, _MAX_ADDRESS)
         if not isinstance(self.rkey, bytes):
             raise TypeError(f"a remote key is bytes, not {type(self.rkey).__name__}")
         if not isinstance(self._token, bytes):
@@ -149,6 +152,7 @@ class MemoryDescriptor:
                 self.nbytes,
                 *attrs.astuple(self._process),
                 self._token or _NO_TOKEN,
+                self._token_address,
                 len(self.rkey),
             )
             + self.rkey
@@ -176,7 +180,7 @@ class MemoryDescriptor:
         _, version, access, ucx_access, address, nbytes, *rest = _DESCRIPTOR.unpack_from(body)
         if version != _VERSION:
             raise ValueError(f"a memory descriptor of version {version}: this trio_ucx speaks version {_VERSION}")
-        process, (token, rkey_length) = check_process(*rest[:4]), rest[4:]
+        process, (token, token_address, rkey_length) = check_process(*rest[:4]), rest[4:]
         rkey = body[_DESCRIPTOR.size :]
         if len(rkey) != rkey_length:
             raise ValueError("this memory descriptor contradicts itself")
@@ -188,7 +192,12 @@ class MemoryDescriptor:
             process,
             b"" if token == _NO_TOKEN else token,
             Access(ucx_access & 7),
+            token_address,
         )
+
+    def _answers_ucx(self) -> bool:
+        """True if the owner's UCX answers UCX's puts and gets."""
+        return Access.READ | Access.WRITE in self._ucx_access
 
     def _require_ucx(self) -> None:
         """Refuses UCX's puts and gets if the owner's UCX would never answer them.
@@ -273,6 +282,7 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
                 this_process(),
                 self._token,
                 ucx_access(self.context.features),
+                lib.tu_memory_token_address(self._served) if self._served is not None else 0,
             )
         )
 

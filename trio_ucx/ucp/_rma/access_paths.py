@@ -9,6 +9,7 @@ therefore avoid them:
 
 * Memory that the owner allocated is mapped in this process over shared memory. It is copied, in pieces, and atomics are
   the CPU's instructions (``rma/mapped.c``).
+* Other memory of a process on this machine is read by the kernel, if that lets us (``rma/direct.c``).
 * Otherwise trio_ucx's own active messages ask the owner (``rma/requester.c``; ``rma/owner.c`` at the owner), if both
   contexts have ``Feature.AM`` and the memory's descriptor has a token. The owner checks each request. docs/wire.md
   describes these messages.
@@ -28,6 +29,7 @@ import attrs
 
 from ..._native import ffi, lib
 from ..._util.live_handles import live_handles
+from ..._util.process import is_visible
 from .._engine.endpoint_core import EndpointCore, Scope
 from .._engine.posting import completed, post_flush
 from .._features import Feature
@@ -210,6 +212,24 @@ def find_access_path(core: EndpointCore, descriptor: MemoryDescriptor, key: Key 
         native.messages = True
         native.part = PART_OVER_TCP if _has_only_tcp(core) else 0
         ffi.memmove(native.token, descriptor._token, len(descriptor._token))
+        if not pointer and not native.part:
+            _find_process(core, descriptor, native)
     if not pointer and not native.messages:
         return None
-    return AccessPath(core, native, key if pointer else None, hardware=not _is_emulated(core))
+    hardware = not _is_emulated(core) and Feature.RMA in core.engine.context.features and descriptor._answers_ucx()
+    return AccessPath(core, native, key if pointer else None, hardware)
+
+
+def _find_process(core: EndpointCore, descriptor: MemoryDescriptor, native: Any) -> None:
+    """Notes the owner's process if this one may read its memory.
+
+    That is another process's word for which process it is. The kernel decides whether we may, and the token, which only
+    the owner has at that address, shows that it is the owner.
+    """
+    process = descriptor._process
+    if descriptor._token_address and core.peer == process and is_visible(process):
+        native.address = descriptor.address
+        native.token_address = descriptor._token_address
+        native.pid = process.pid
+        if not lib.tu_direct_allowed(native):
+            native.pid = 0

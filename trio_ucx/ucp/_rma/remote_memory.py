@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import attrs
 import trio
@@ -25,6 +25,9 @@ from .._memory.buffers import Contiguous, Pinned, WritableContiguous, new_bytes
 from .._memory.registered import Access, MemoryDescriptor, require_answers, ucx_access
 from .._status import Status, UCXError
 from .access_paths import AccessPath, Key, connect, find_access_path, refusal, try_connect
+
+if TYPE_CHECKING:
+    from ..blocks import BlockPlan
 
 
 class AtomicOp(enum.IntEnum):
@@ -128,7 +131,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Raises:
             TypeError, ValueError: beyond the end; not allowed by :attr:`access`; closed.
-            RuntimeError: the context was opened without ``Feature.RMA``; or the owner's was, and UCX's get is needed.
+            RuntimeError: UCX's own get is needed, and this context, or the owner's, was opened without ``Feature.RMA``.
             UCXError: the owner refused. NO_ELEM: it has closed the memory.
             OSError: the endpoint that reaches the memory of a Connection's peer cannot be opened.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
@@ -204,6 +207,37 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             raise error
 
     @enable_ki_protection
+    async def connect(self) -> None:
+        """Waits until it is known how to reach the memory. Other methods do so by themselves; :meth:`map` cannot wait.
+
+        Cancellation: it has no effect.
+
+        Raises:
+            ValueError: closed; the descriptor says more memory than there is.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._check_open()
+        await self._reach_without_ucx_rma()
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+    @enable_ki_protection
+    def plan(self, buffer: Contiguous, *, block: int, offset: int = 0) -> BlockPlan:
+        """Prepares for lists of blocks between a buffer here and this memory (:mod:`trio_ucx.ucp.blocks`).
+
+        Args:
+            buffer: a contiguous buffer, the blocks here; writable if blocks are read into it.
+            block: the size of a block in bytes.
+            offset: where block 0 begins in this memory.
+
+        Raises:
+            TypeError, ValueError: not a contiguous buffer; not an integer, or out of range.
+        """
+        from ..blocks import plan
+
+        return plan(self, buffer, block, offset)
+
+    @enable_ki_protection
     def map(self) -> memoryview:
         """The memory itself, where this process reaches it by load and store (``ucp_rkey_ptr``).
 
@@ -212,7 +246,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Raises:
             UCXError: UNREACHABLE: it cannot be reached like that; use :meth:`get` and :meth:`put`. NOT_CONNECTED: the
-                connection is not up yet; :meth:`flush` waits for it.
+                connection is not up yet; :meth:`connect` waits for it.
             ValueError: not allowed by :attr:`access`; closed; the descriptor says more memory than there is.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
@@ -220,7 +254,9 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         self._check(Access.READ, "read", 0, 0)
         if self._borrowed is None:
             if not try_connect(self._core, self._scope):
-                raise UCXError(Status.NOT_CONNECTED, "mapping remote memory before the connection is up: flush first")
+                raise UCXError(
+                    Status.NOT_CONNECTED, "mapping remote memory before the connection is up: await connect() first"
+                )
             key = self._key("load and store", self._core)
             pointer = key.mapped(self._descriptor)
             if not pointer:
@@ -269,8 +305,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         Raises:
             TypeError, ValueError: no :class:`AtomicOp`; no integer, or out of range; beyond the end; not aligned; not
                 allowed by :attr:`access`; closed.
-            RuntimeError: the context was opened without ``Feature.AMO64`` (or ``AMO32``); or the memory is not mapped,
-                and its owner does no atomics for others (see :class:`RemoteMemory`).
+            RuntimeError: the memory is not mapped, and its owner does no atomics for others (see
+                :class:`RemoteMemory`).
             UCXError: the owner refused; if nothing is fetched, :meth:`flush` raises that. NO_ELEM: it has closed the
                 memory.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
@@ -315,7 +351,6 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         self._check(Access.ATOMIC, "use atomics on", offset, size)
         self._check_aligned(offset, size)
         engine = self._core.engine
-        engine.context._require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check_open()
         path = await self._reach_for_atomics()
@@ -401,6 +436,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     async def _reach_by_ucx(self) -> AccessPath:
         """Finds the access path of UCX's puts and gets: for a Connection, over an endpoint beside its own."""
         if self._ucx_path is None or self._ucx_path.core.gone:
+            self._core.engine.context._require(Feature.RMA, "UCX's own puts and gets, which this memory needs,")
             self._require_ucx_answers()
             core = connect_beside(self._core) if self._core.is_shared else self._core
             await connect(core, self._scope)
@@ -433,7 +469,6 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             await trio.lowlevel.cancel_shielded_checkpoint()
             return
         try:
-            self._core.engine.context._require(Feature.RMA, doing)
             path = self._path
             if path is None or not path.takes(pins.memory):
                 path = await self._reach(pins.memory)

@@ -13,7 +13,6 @@ from ..._util.handles import ClosedOnExit, OpenedNotConstructed
 from .._endpoint import Endpoint
 from .._engine.engine import Engine
 from .._engine.posting import check_reaches
-from .._features import Feature
 from .._memory.buffers import Contiguous, Pinned
 from .._memory.registered import Access
 from .._rma.remote_memory import RemoteMemory
@@ -356,7 +355,6 @@ class ChainBuilder(ClosedOnExit, metaclass=OpenedNotConstructed):
         known = known_value(where)
         if isinstance(remote, RemoteMemory) and known is not None:
             remote._check_aligned(known, bits // 8)
-        self._engine.context._require(Feature.AMO64 if bits == 64 else Feature.AMO32, f"an atomic of {bits} bits")
         return self._add(draft, **options)
 
     def _target(self, thing: Any, atomic: bool) -> int:

@@ -135,7 +135,6 @@ class RequestChain(ChainBuilder):
             room = known if room is None else room
             room = check_integer(room, "at_most", known or 0, UNLIMITED)
             self._check_bounds(remote, where, size)
-            self._engine.context._require(Feature.RMA, "reading remote memory")
             draft = Draft(lib.TU_CHAIN_GET, "get", remote, size=room)
             draft.set("offset", where)
             draft.set("length", size)
@@ -176,7 +175,6 @@ class RequestChain(ChainBuilder):
         try:
             size = sent_length(length, parts)
             self._check_bounds(remote, where, size)
-            self._engine.context._require(Feature.RMA, "writing remote memory")
             draft = Draft(lib.TU_CHAIN_PUT, "put", remote)
             draft.set("offset", where)
             draft.set("length", size)
@@ -236,7 +234,6 @@ class RequestChain(ChainBuilder):
                     f"next_offset and until look at {node._referred} bytes of a node of {node.size}"
                 )
             self._check_bounds(remote, where, node.size)
-            self._engine.context._require(Feature.RMA, "reading remote memory")
             draft = Draft(lib.TU_CHAIN_FOLLOW, name, remote, size=node.size)
             draft.request.limit = check_integer(limit, "the limit", 1, UNLIMITED)
             draft.request.has_end = end is not None

@@ -1,0 +1,104 @@
+/* Copies between this process's memory and remote memory that it has mapped, or may read. Those longer than
+ * TU_COPIED_AT_ONCE go on with the worker's progress, one piece at a time, so that other tasks can run.
+ */
+#include "rma/transfer.h"
+
+#define MOST_RUNS 512          /* that one step copies */
+
+/* Copies the next piece. Returns false if the owner's process does not let us read it, or the memory was closed: then
+ * the cursor stays, and what was read of the piece means nothing. */
+bool tu_copies_step(const tu_access_path_t *path, bool put, const tu_run_t *runs, size_t count, tu_cursor_t *cursor)
+{
+    tu_cursor_t next = *cursor;
+    tu_run_t pieces[MOST_RUNS];
+    uint64_t end     = cursor->total + TU_COPIED_AT_ONCE;
+    size_t taken     = 0;
+
+    while (taken < MOST_RUNS && next.total < end &&
+           tu_cursor_next(&next, runs, count, end - next.total, &pieces[taken])) {
+        if (path->local != NULL) {
+            tu_mapped_copy(put, pieces[taken].buffer, path->local + pieces[taken].offset, pieces[taken].length);
+        }
+        taken++;
+    }
+    if (path->local == NULL && !tu_direct_read(path, pieces, taken)) {
+        return false;
+    }
+    *cursor = next;
+    return true;
+}
+
+/* The owner's process no longer lets us read the memory: messages ask the owner for what is left. It knows why. */
+static void ask_the_owner(tu_transfer_t *transfer)
+{
+    tu_copies_method.end(transfer);
+    transfer->state                                = TU_TRANSFER_WAITING;
+    transfer->method                               = &tu_parts_method;
+    transfer->path.pid                             = 0;
+    tu_transfers_of(transfer->endpoint)->waiting   = transfer;
+    tu_order_advance(transfer->endpoint);
+}
+
+/* Does the next transfer's next step: copies a piece, or does the atomic. */
+static unsigned step(tu_hook_t *hook)
+{
+    tu_rma_t *rma           = TU_ITEM(hook, tu_rma_t, copy_hook);
+    tu_transfer_t *transfer = TU_LIST_FIRST(&rma->copies, tu_transfer_t, copy_link);
+    uint64_t old;
+
+    if (transfer->kind == TU_TRANSFER_ATOMIC) {
+        old = tu_mapped_atomic(&transfer->atomic, transfer->path.local + transfer->one.offset, transfer->length);
+        tu_transfer_store_integer(transfer->buffer, old, transfer->length);
+        tu_transfer_conclude(transfer, UCS_OK);
+        return 1;
+    }
+    if (!tu_copies_step(&transfer->path, transfer->kind == TU_TRANSFER_PUT, tu_runs_of(transfer), transfer->run_count,
+                        &transfer->cursor)) {
+        ask_the_owner(transfer);
+        return 1;
+    }
+    if (transfer->progress != NULL) {
+        *transfer->progress = transfer->cursor.total;
+    }
+    if (transfer->cursor.total == transfer->length) {
+        tu_transfer_conclude(transfer, UCS_OK);
+    } else { /* the next piece is another transfer's */
+        tu_list_remove(&transfer->copy_link);
+        tu_list_append(&rma->copies, &transfer->copy_link);
+    }
+    return 1;
+}
+
+void tu_copies_open(tu_rma_t *rma)
+{
+    tu_list_init(&rma->copies);
+    tu_hook_init(&rma->copy_hook, step);
+}
+
+void tu_copies_close(tu_rma_t *rma)
+{
+    tu_hook_remove(&rma->copy_hook);
+}
+
+static void begin(tu_transfer_t *transfer)
+{
+    tu_rma_t *rma = tu_rma_of(transfer->worker);
+
+    transfer->state = TU_TRANSFER_COPYING;
+    tu_list_append(&rma->copies, &transfer->copy_link);
+    transfer->worker->background.copies++;
+    tu_hook_add(transfer->worker, &rma->copy_hook);
+}
+
+static void end(tu_transfer_t *transfer)
+{
+    tu_rma_t *rma = tu_rma_of(transfer->worker);
+
+    tu_list_remove(&transfer->copy_link);
+    transfer->worker->background.copies--;
+    if (tu_list_is_empty(&rma->copies)) {
+        tu_hook_remove(&rma->copy_hook);
+    }
+}
+
+const tu_transfer_method_t tu_copies_method = {.begin = begin, .end = end};

@@ -1,0 +1,48 @@
+/* Gets memory of another process of this machine without that process's help: the kernel copies it (process_vm_readv),
+ * where it lets this process read that one's memory.
+ *
+ * The owner may close the memory at any moment, or end, and its pid may become another process's. So the last thing
+ * that each call reads is the memory's token, in the owner's table (owner.c). The owner erases it before it lets go of
+ * the memory, and no other process has it there: if it was still there, what was read before it was the memory.
+ * Nothing like that is possible for puts, which therefore ask the owner.
+ */
+#define _GNU_SOURCE
+#include <string.h>
+#include <sys/uio.h>
+
+#include "rma/transfer.h"
+
+#define MOST_PIECES 512
+#define SMALLEST 9             /* shorter ones may be integers, of which the kernel could read half a write */
+
+/* Whether a transfer may read the memory directly. */
+bool tu_direct_takes(const tu_access_path_t *path, tu_transfer_kind_t kind, uint64_t length)
+{
+    return path->pid != 0 && kind == TU_TRANSFER_GET && length >= SMALLEST;
+}
+
+/* Reads pieces of the memory, at most MOST_PIECES. Returns false if it could not, or if the memory was closed. */
+bool tu_direct_read(const tu_access_path_t *path, const tu_run_t *pieces, size_t count)
+{
+    struct iovec local[MOST_PIECES + 1], remote[MOST_PIECES + 1];
+    char token[TU_TOKEN_SIZE];
+    ssize_t expected = TU_TOKEN_SIZE;
+    size_t i;
+
+    for (i = 0; i < count; i++) {
+        local[i]  = (struct iovec){.iov_base = pieces[i].buffer, .iov_len = pieces[i].length};
+        remote[i] = (struct iovec){.iov_base = (void *)(uintptr_t)(path->address + pieces[i].offset),
+                                   .iov_len  = pieces[i].length};
+        expected += (ssize_t)pieces[i].length;
+    }
+    local[count]  = (struct iovec){.iov_base = token, .iov_len = sizeof(token)};
+    remote[count] = (struct iovec){.iov_base = (void *)(uintptr_t)path->token_address, .iov_len = sizeof(token)};
+    return process_vm_readv(path->pid, local, count + 1, remote, count + 1, 0) == expected &&
+           memcmp(token, path->token, sizeof(token)) == 0;
+}
+
+/* Whether the process `pid` is the memory's owner, and lets us read it. */
+bool tu_direct_allowed(const tu_access_path_t *path)
+{
+    return tu_direct_read(path, NULL, 0);
+}

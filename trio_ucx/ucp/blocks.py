@@ -1,0 +1,265 @@
+"""Lists of blocks of remote memory: one call gets or puts many, of the same size, wherever they lie.
+
+An extension of remote memory, which only :meth:`RemoteMemory.plan` imports.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Any, Protocol, cast
+
+import attrs
+import trio
+from trio.lowlevel import enable_ki_protection
+
+from .._native import ffi, lib
+from .._util.arguments import check_integer
+from .._util.handles import OpenedNotConstructed
+from ._engine.endpoint_core import EndpointCore, Scope
+from ._engine.operations import Operation
+from ._engine.posting import check_reaches, completed
+from ._memory.buffers import Contiguous, Pinned
+from ._memory.registered import Access, MemoryDescriptor
+from ._rma.access_paths import AccessPath
+
+__all__ = ["BlockNumbers", "BlockPlan", "BlockProgress"]
+
+#: What names blocks: a list, a range, an ``array.array``, a numpy array, or anything else that yields integers.
+BlockNumbers = Iterable[int]
+
+#: Formats of the buffer protocol for integers of 8 bytes with a sign, which C takes as they are.
+_INT64 = ("q", "l") if array("l").itemsize == 8 else ("q",)
+
+
+def _numbers(blocks: BlockNumbers, name: str) -> tuple[Any, int]:
+    """Returns the numbers of blocks as C takes them, and how many they are.
+
+    Raises:
+        TypeError, ValueError: they are no integers.
+    """
+    if isinstance(blocks, (str, bytes, bytearray)):
+        raise TypeError(f"{name} must be integers, not {type(blocks).__name__}")
+    if not isinstance(blocks, (list, tuple, range)):
+        try:
+            view = memoryview(cast(Any, blocks))
+        except (TypeError, ValueError, BufferError):
+            pass
+        else:
+            with view:
+                if view.ndim != 1:
+                    raise ValueError(f"{name} must have one dimension, not {view.ndim}")
+                if view.format in _INT64 and view.c_contiguous:
+                    return ffi.from_buffer("int64_t[]", blocks), len(view)
+                if view.format == "?":
+                    raise TypeError(f"{name} must be integers, not a mask of booleans")
+    try:
+        found = array("q", blocks)
+    except (TypeError, OverflowError) as error:
+        raise TypeError(f"{name} must be integers, the numbers of blocks: {error}") from None
+    return ffi.from_buffer("int64_t[]", found), len(found)
+
+
+class _RemoteMemory(Protocol):
+    """A :class:`RemoteMemory`, which imports this module."""
+
+    nbytes: int
+    _descriptor: MemoryDescriptor
+    _path: AccessPath | None
+    _scope: Scope
+
+    @property
+    def _core(self) -> EndpointCore: ...
+    def _check_open(self) -> None: ...
+    def _check(self, access: Access, doing: str, offset: int, nbytes: int) -> None: ...
+    async def _reach(self, memory: int) -> AccessPath: ...
+    def _posted(
+        self, verdict: int, path: AccessPath, pins: Pinned | None, doing: str, keep: Any = None
+    ) -> Operation | None: ...
+
+
+@attrs.define(eq=False)
+class BlockProgress:
+    """How far a list has come: pass it to :meth:`BlockPlan.get` or :meth:`BlockPlan.put`, and look whenever you want.
+
+    It tells after a cancellation, too. A list that goes on without its task still counts.
+    """
+
+    _size: int = attrs.field(default=1, init=False)
+    _word: Any = attrs.field(default=None, init=False, repr=False)
+
+    @property
+    def completed(self) -> int:
+        """Returns how many blocks, from the beginning of the list, are done; later ones may be, too."""
+        return 0 if self._word is None else int(self._word[0]) // self._size
+
+    def _begin(self, size: int) -> Any:
+        self._size, self._word = size, ffi.new("uint64_t *")
+        return self._word
+
+
+@attrs.define(eq=False, repr=False)
+class BlockPlan(metaclass=OpenedNotConstructed):
+    """A pool of blocks here and one at a peer, by :meth:`RemoteMemory.plan`. It holds nothing, and needs no closing.
+
+    Blocks are numbered from 0 on. What is left over at the end of either memory belongs to no block.
+
+    Attributes:
+        block: the size of a block in bytes.
+        remote_blocks: how many the peer has.
+    """
+
+    block: int
+    remote_blocks: int
+    _remote: _RemoteMemory
+    _buffer: Contiguous
+    _offset: int
+    #: The access path for which ``_native`` was made, if UCX's own puts and gets are used.
+    _ucx_path: AccessPath | None = None
+    _native: Any = None
+
+    @enable_ki_protection
+    async def get(
+        self, remote_blocks: BlockNumbers, local_blocks: BlockNumbers, *, progress: BlockProgress | None = None
+    ) -> None:
+        """Reads a list of blocks of the peer's: the first of ``remote_blocks`` into the first of ``local_blocks``, ...
+
+        Neighbours are read together, and as many messages are in flight as are good. Otherwise as
+        :meth:`RemoteMemory.get_into`.
+
+        Args:
+            remote_blocks: numbers of blocks of the peer's. A numpy array of int64 is not looped over in Python.
+            local_blocks: as many numbers of blocks here, all different.
+            progress: counts the blocks that are there.
+
+        Cancellation: returns at once; no further block is asked for. Those in flight are still written, until
+        ``Connection.wait_buffers_released`` returns.
+
+        Raises:
+            TypeError, ValueError: not integers; not as many; one is beyond the end, or written twice; not allowed by
+                :attr:`RemoteMemory.access`; the remote memory was closed.
+            RuntimeError, UCXError, OSError: as for :meth:`RemoteMemory.get`; a note says how many blocks are there.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        await self._transfer(False, local_blocks, remote_blocks, progress)
+
+    @enable_ki_protection
+    async def put(
+        self, local_blocks: BlockNumbers, remote_blocks: BlockNumbers, *, progress: BlockProgress | None = None
+    ) -> None:
+        """Writes a list of blocks into the peer's memory: the first of ``local_blocks`` into the first of ...
+
+        Returns when the blocks here may be used again; :meth:`RemoteMemory.flush` waits until all are there. Otherwise
+        as :meth:`get` and :meth:`RemoteMemory.put`.
+
+        Args:
+            local_blocks: numbers of blocks here.
+            remote_blocks: as many numbers of blocks of the peer's, all different.
+            progress: counts the blocks here that may be used again.
+
+        Cancellation: any of the blocks may be written, or not, or in part; those here stay pinned until UCX lets go of
+        them.
+
+        Raises:
+            TypeError, ValueError: as for :meth:`get`.
+            RuntimeError, UCXError, OSError: as for :meth:`RemoteMemory.put`.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        await self._transfer(True, local_blocks, remote_blocks, progress)
+
+    async def _transfer(
+        self, put: bool, local_blocks: BlockNumbers, remote_blocks: BlockNumbers, progress: BlockProgress | None
+    ) -> None:
+        remote, size = self._remote, self.block
+        local, count = _numbers(local_blocks, "local_blocks")
+        wanted, found = _numbers(remote_blocks, "remote_blocks")
+        if count != found:
+            raise ValueError(f"{count} local blocks and {found} remote blocks: as many are needed on both sides")
+        remote._check(Access.WRITE if put else Access.READ, "write" if put else "read", 0, 0)
+        pins = Pinned(self._buffer, writable=not put)
+        try:
+            local_limit = pins.size // size
+            _check_all(local, count, local_limit, "local")
+            _check_all(wanted, count, self.remote_blocks, "remote")
+            if put:
+                _check_different(wanted, count, self.remote_blocks, "remote")
+            else:
+                _check_different(local, count, local_limit, "local")
+            await trio.lowlevel.checkpoint_if_cancelled()
+            remote._check_open()
+            check_reaches(remote._core.engine, pins)
+            path = remote._path
+            if path is None or not path.takes(pins.memory):
+                path = await remote._reach(pins.memory)
+                remote._check_open()
+        except BaseException:
+            pins.release()
+            raise
+        word = (progress or BlockProgress())._begin(size)
+        if count == 0:
+            pins.release()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return
+        if put:
+            remote._scope.operations.unflushed = True
+        doing = f"{'writing' if put else 'reading'} {count} blocks of remote memory"
+        native = path.native or self._native_for_ucx(path)
+        try:
+            verdict = lib.tu_transfer_blocks(
+                path.core.handle,
+                remote._scope.id,
+                native,
+                put,
+                pins.address,
+                pins.memory,
+                local,
+                self._offset,
+                wanted,
+                count,
+                size,
+                word,
+            )
+            await completed(remote._posted(verdict, path, pins, doing, word), path.core.engine)
+        except Exception as error:
+            error.add_note(f"{int(word[0]) // size} of the {count} blocks are done, from the beginning of the list")
+            raise
+
+    def _native_for_ucx(self, path: AccessPath) -> Any:
+        """Returns the ``tu_access_path_t`` of UCX's own puts and gets."""
+        if self._ucx_path is not path:
+            assert path.key is not None
+            descriptor = self._remote._descriptor
+            members = {"length": descriptor.nbytes, "address": descriptor.address, "rkey": path.key.handle}
+            self._ucx_path, self._native = path, ffi.new("tu_access_path_t *", members)
+        return self._native
+
+    def __repr__(self) -> str:
+        return f"<trio_ucx.ucp.blocks.BlockPlan of {self.remote_blocks} blocks of {self.block} bytes at the peer>"
+
+
+def _check_all(blocks: Any, count: int, limit: int, side: str) -> None:
+    bad = lib.tu_blocks_beyond(blocks, count, limit)
+    if bad < count:
+        raise ValueError(f"{side}_blocks[{bad}] is {blocks[bad]}: there are {limit} blocks, from 0 on")
+
+
+def _check_different(blocks: Any, count: int, limit: int, side: str) -> None:
+    bad = lib.tu_blocks_repeated(blocks, count, limit)
+    if bad > count:
+        raise MemoryError(f"no memory to check {count} numbers of blocks")
+    if bad < count:
+        raise ValueError(f"{side}_blocks[{bad}] is {blocks[bad]}, again: each block can be written once in a list")
+
+
+def plan(remote: _RemoteMemory, buffer: Contiguous, block: int, offset: int) -> BlockPlan:
+    """:meth:`RemoteMemory.plan`."""
+    block = check_integer(block, "block", 1, 2**62)
+    offset = check_integer(offset, "offset", 0, remote.nbytes)
+    pins = Pinned(buffer)
+    try:
+        if pins.address is None:
+            raise TypeError("a plan is of one contiguous buffer: no list, no strided array")
+    finally:
+        pins.release()
+    created: BlockPlan = BlockPlan._create(block, (remote.nbytes - offset) // block, remote, buffer, offset)
+    return created
