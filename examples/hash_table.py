@@ -69,7 +69,6 @@ NEXT, KEY, VALUE = 0, 8, 24  # where in a node
 LENGTH_SHIFT = 48
 MAX_SIZE, MAX_VALUE = 2**LENGTH_SHIFT - 1, 2**16 - 1
 
-FEATURES = ucp.DEFAULT_FEATURES | ucp.Feature.RMA | ucp.Feature.AMO64
 PATIENCE = 10  # seconds for a server to say where its table is
 #: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own user.
 AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
@@ -102,7 +101,7 @@ async def serve(address: tuple[str, int], size: int, buckets: int | None) -> Non
                 pass  # there are none: this waits until the client leaves
 
     host, port = address
-    with ucp.open_context(features=FEATURES) as context, context.allocate(size) as memory:
+    with ucp.open_context() as context, context.allocate(size) as memory:
         lay_out(memory, buckets or max(1, size // 256))
         async with ucp.open_worker(context=context) as worker, trio.open_nursery() as nursery:
             serving = partial(trio_ucx.serve_ucx, introduce, port, host=host, worker=worker, authkey=AUTHKEY)
@@ -214,7 +213,7 @@ class Table:
 
 @asynccontextmanager
 async def open_table(address: tuple[str, int]) -> AsyncIterator[Table]:
-    async with ucp.open_worker(features=FEATURES) as worker:
+    async with ucp.open_worker() as worker:
         connection = await trio_ucx.open_ucx_stream(*address, worker=worker, authkey=AUTHKEY)
         async with connection:
             descriptor = b""
