@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from time import perf_counter
 
 import pytest
 import trio
 import trio.testing
-from helpers import open_pair, open_raw_pair, pattern
+from helpers import assert_free, open_pair, open_raw_pair, pattern
+from remote import for_ucx, open_two, open_way
 
 import trio_ucx
 from trio_ucx import ucp
@@ -138,3 +140,87 @@ async def test_misuse(worker: ucp.Worker, transports: str) -> None:
                 await client.tag_send(b"x", 1)
             request.cancel()  # too late: no effect
             assert await request == (1, 1)
+
+
+@pytest.mark.parametrize(("transports", "way"), [("tcp", "connection"), ("tcp,sm,self", "connection"), ("tcp", "raw")])
+@pytest.mark.parametrize("kind", ["allocated", "registered", "for UCX"])
+async def test_remote_memory_requests(transports: str, way: str, kind: str) -> None:
+    async with open_two(transports) as (mine, owner), open_way(way, mine, owner) as endpoint, AsyncExitStack() as stack:
+        context = owner.context
+        memory = stack.enter_context(
+            context.allocate(10**6) if kind == "allocated" else context.register(bytearray(10**6))
+        )
+        memory.memoryview[:] = bytes(10**6)
+        descriptor = for_ucx(memory.descriptor) if kind == "for UCX" else memory.descriptor
+        remote = stack.enter_context(endpoint.attach(descriptor))
+        await remote.get(0, 100)
+        async with mine.open_request_group() as group:
+            for number in range(99):
+                group.put(remote, pattern(9_999, number), number * 10_000)
+            group.put(remote, b"", 5)
+        await remote.flush()
+        buffers = [bytearray(9_999) for _ in range(99)]
+        async with mine.open_request_group() as group:
+            gets = [group.get_into(remote, buffer, number * 10_000) for number, buffer in enumerate(buffers)]
+            assert await gets[5] == 9_999
+            assert await group.get_into(remote, bytearray(0)) == 0
+        for number, buffer in enumerate(buffers):
+            assert buffer == pattern(9_999, number)
+            assert_free(buffer)
+        if kind == "for UCX":
+            async with mine.open_request_group() as group:
+                with pytest.raises(RuntimeError, match="no token"):
+                    group.atomic(remote, ucp.AtomicOp.ADD, 1)
+            return
+        await remote.put(bytes(8))
+        await remote.flush()
+        async with mine.open_request_group() as group:
+            for _ in range(100):
+                assert await group.atomic(remote, ucp.AtomicOp.ADD, 2) is None
+            adds = [group.atomic(remote, ucp.AtomicOp.ADD, 1, fetch=True) for _ in range(100)]
+        assert sorted([await add for add in adds]) == sorted({await add for add in adds})
+        async with mine.open_request_group() as group:
+            assert await group.compare_swap(remote, 300, 7) == 300
+            assert await group.atomic(remote, ucp.AtomicOp.SWAP, 9, bits=32) == 7
+
+
+async def test_a_refused_get_fails_its_group() -> None:
+    async with open_two("tcp") as (mine, owner), open_way("worker", mine, owner) as endpoint:
+        memory = owner.context.register(bytearray(64))
+        with endpoint.attach(memory.descriptor) as remote:
+            await remote.get()
+            memory.close()
+            with pytest.raises(ExceptionGroup) as caught:
+                async with mine.open_request_group() as group:
+                    group.get_into(remote, bytearray(64))
+            [error] = caught.value.exceptions
+            assert isinstance(error, trio_ucx.UCXError) and error.status is ucp.Status.NO_ELEM
+
+
+async def test_remote_memory_misuse() -> None:
+    async with open_two("tcp") as (mine, owner), open_way("worker", mine, owner) as endpoint:
+        with owner.context.allocate(64) as memory, endpoint.attach(memory.descriptor) as remote:
+            async with mine.open_request_group() as group, owner.open_request_group() as other:
+                with pytest.raises(trio_ucx.UCXError, match=r"await connect\(\) first"):
+                    group.put(remote, b"x")
+                await remote.connect()
+                with pytest.raises(ValueError, match="of its own worker"):
+                    other.put(remote, b"x")
+                with pytest.raises(ValueError, match="beyond the end"):
+                    group.get_into(remote, bytearray(8), 60)
+                with pytest.raises(TypeError, match="read-only"):
+                    group.get_into(remote, b"12345678")  # type: ignore[arg-type]
+                with pytest.raises(TypeError, match="takes a RemoteMemory, not bytes"):
+                    group.put(b"x", b"x")  # type: ignore[arg-type]
+                with pytest.raises(TypeError, match="op must be"):
+                    group.atomic(remote, 1, 1)  # type: ignore[arg-type]
+                remote.close()
+                buffer = bytearray(8)
+                for call in (
+                    lambda: group.get_into(remote, buffer),
+                    lambda: group.put(remote, buffer),
+                    lambda: group.compare_swap(remote, 1, 2),
+                ):
+                    with pytest.raises(ValueError, match="closed"):
+                        call()
+                assert_free(buffer)

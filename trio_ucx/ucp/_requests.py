@@ -10,6 +10,7 @@ import trio
 from outcome import Error, Value
 from trio.lowlevel import enable_ki_protection
 
+from .._native import lib
 from .._util.handles import OpenedNotConstructed
 from .._util.interrupts import protected_asynccontextmanager
 from . import _status
@@ -18,7 +19,8 @@ from ._endpoint import Endpoint
 from ._engine.engine import Engine
 from ._engine.posting import completed
 from ._engine.waits import Pending, Signal
-from ._memory.buffers import Buffer, WritableBuffer
+from ._memory.buffers import Buffer, Contiguous, WritableBuffer, WritableContiguous
+from ._rma.remote_memory import AtomicOp, RemoteMemory, no_atomic_op
 from ._stream import post_stream_send
 from ._tag import check_mask, check_tag, post_receive, post_send
 
@@ -184,6 +186,53 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         return self._add(post_receive(self._engine, buffer, tag, mask))
 
     @enable_ki_protection
+    def get_into(self, memory: RemoteMemory, buffer: WritableContiguous, offset: int = 0) -> Request:
+        """Posts :meth:`RemoteMemory.get_into` at once; its result is the number of bytes.
+
+        Raises:
+            UCXError: NOT_CONNECTED: it is not known yet how to reach the memory: await :meth:`RemoteMemory.connect`.
+            trio.ClosedResourceError: the group, the endpoint, or the worker was closed.
+            trio.BrokenResourceError, RuntimeError, TypeError, ValueError: as for the method of the memory.
+        """
+        self._check_memory(memory)
+        return self._add(memory._submit_get_into(buffer, offset))
+
+    @enable_ki_protection
+    def put(self, memory: RemoteMemory, data: Contiguous, offset: int = 0) -> Request:
+        """Posts :meth:`RemoteMemory.put` at once.
+
+        Raises: as :meth:`get_into`.
+        """
+        self._check_memory(memory)
+        return self._add(memory._submit_put(data, offset))
+
+    @enable_ki_protection
+    def atomic(
+        self, memory: RemoteMemory, op: AtomicOp, value: int, offset: int = 0, *, bits: int = 64, fetch: bool = False
+    ) -> Request:
+        """Posts :meth:`RemoteMemory.atomic` at once; its result is the same.
+
+        Raises: as :meth:`get_into`.
+        """
+        if not isinstance(op, AtomicOp):
+            raise no_atomic_op(op)
+        self._check_memory(memory)
+        fetch = fetch or op is AtomicOp.SWAP
+        return self._add(memory._submit_atomic(op, value, None, offset, bits, fetch=fetch))
+
+    @enable_ki_protection
+    def compare_swap(
+        self, memory: RemoteMemory, expected: int, value: int, offset: int = 0, *, bits: int = 64
+    ) -> Request:
+        """Posts :meth:`RemoteMemory.compare_swap` at once; its result is the old value.
+
+        Raises: as :meth:`get_into`.
+        """
+        self._check_memory(memory)
+        kind = lib.TU_ATOMIC_COMPARE_SWAP
+        return self._add(memory._submit_atomic(kind, expected, value, offset, bits, fetch=True))
+
+    @enable_ki_protection
     def send(self, connection: SupportsRequests, data: Buffer, *, tag: int = 0) -> Request:
         """Posts :meth:`trio_ucx.Connection.send` at once, or as soon as the peer's window has room.
 
@@ -211,6 +260,11 @@ class RequestGroup(metaclass=OpenedNotConstructed):
             raise TypeError(f"this takes an Endpoint, not {type(endpoint).__name__}")
         self._check(endpoint._core.engine)
         endpoint._check()
+
+    def _check_memory(self, memory: RemoteMemory) -> None:
+        if not isinstance(memory, RemoteMemory):
+            raise TypeError(f"this takes a RemoteMemory, not {type(memory).__name__}")
+        self._check(memory._core.engine)
 
     def _check_connection(self, connection: SupportsRequests) -> None:
         if not hasattr(connection, "_submit_send"):

@@ -33,13 +33,14 @@ _INT64 = ("q", "l") if array("l").itemsize == 8 else ("q",)
 
 
 def _numbers(blocks: BlockNumbers, name: str) -> tuple[Any, int]:
-    """Returns the numbers of blocks as C takes them, and how many they are.
+    """Returns a copy of the numbers of blocks as C takes them, and how many they are.
 
     Raises:
         TypeError, ValueError: they are no integers.
     """
     if isinstance(blocks, (str, bytes, bytearray)):
         raise TypeError(f"{name} must be integers, not {type(blocks).__name__}")
+    found = array("q")
     if not isinstance(blocks, (list, tuple, range)):
         try:
             view = memoryview(cast(Any, blocks))
@@ -49,12 +50,13 @@ def _numbers(blocks: BlockNumbers, name: str) -> tuple[Any, int]:
             with view:
                 if view.ndim != 1:
                     raise ValueError(f"{name} must have one dimension, not {view.ndim}")
-                if view.format in _INT64 and view.c_contiguous:
-                    return ffi.from_buffer("int64_t[]", blocks), len(view)
                 if view.format == "?":
                     raise TypeError(f"{name} must be integers, not a mask of booleans")
+                if view.format in _INT64 and view.c_contiguous:
+                    found.frombytes(view.cast("B"))
+                    return ffi.from_buffer("int64_t[]", found), len(found)
     try:
-        found = array("q", blocks)
+        found.extend(iter(blocks))
     except (TypeError, OverflowError) as error:
         raise TypeError(f"{name} must be integers, the numbers of blocks: {error}") from None
     return ffi.from_buffer("int64_t[]", found), len(found)

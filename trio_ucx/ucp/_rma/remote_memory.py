@@ -54,7 +54,7 @@ def no_atomic_op(op: object) -> TypeError:
 class _Transfer(Operation):
     """A put, a get or an atomic. It releases the key, which is held for it, and keeps memory that C writes to."""
 
-    __slots__ = ("_keep", "_key")
+    __slots__ = ("_keep", "_key", "_result")
 
     def __init__(
         self,
@@ -64,11 +64,16 @@ class _Transfer(Operation):
         doing: str,
         scope: Scope | None,
         key: Key | None,
-        keep: Any = None,
+        keep: Any,
+        result: Callable[[], Any] | None,
     ) -> None:
         super().__init__(engine, id, pins, doing, scope)
         self._key = key
         self._keep = keep
+        self._result = result
+
+    def value(self, length: int, tag: int) -> Any:
+        return None if self._result is None else self._result()
 
     def release(self) -> None:
         super().release()
@@ -337,11 +342,83 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """
         return await self._atomic(lib.TU_ATOMIC_COMPARE_SWAP, expected, value, offset, bits, fetch=True)
 
+    # ---- for request groups: without waiting ----
+
+    def _submit_get_into(self, buffer: WritableContiguous, offset: int) -> Operation | int:
+        pins, path = self._pin_now(buffer, Access.READ, "read", offset)
+        size = pins.size
+        posted = self._post(False, pins, offset, "reading remote memory", path, lambda: size)
+        return size if posted is None else posted
+
+    def _submit_put(self, data: Contiguous, offset: int) -> Operation | None:
+        pins, path = self._pin_now(data, Access.WRITE, "write", offset)
+        self._scope.operations.unflushed = True
+        return self._post(True, pins, offset, "writing remote memory", path)
+
+    def _submit_atomic(
+        self, kind: int, value: int, swapped: Any, offset: int, bits: int, *, fetch: bool
+    ) -> Operation | int | None:
+        terms = self._check_atomic(kind, value, swapped, offset, bits)
+        self._check_open()
+        old = self._new_word(bits, fetch)
+        posted = self._post_atomic(self._require_atomics(self._connected_path()), kind, terms, old)
+        return posted if posted is not None or not fetch else int(old[0])
+
+    def _pin_now(self, buffer: Contiguous, access: Access, doing: str, offset: int) -> tuple[Pinned, AccessPath]:
+        pins = self._pin_arguments(buffer, access, doing, offset)
+        try:
+            self._check_open()
+            check_reaches(self._core.engine, pins)
+            return pins, self._path_now(pins.memory)
+        except BaseException:
+            pins.release()
+            raise
+
+    def _path_now(self, memory: int) -> AccessPath:
+        """Returns the access path of gets and puts for local memory of this kind.
+
+        Raises:
+            UCXError: NOT_CONNECTED: it is not known yet.
+        """
+        path = self._connected_path()
+        if path is not None and path.takes(memory):
+            return path
+        if self._ucx_path is None or self._ucx_path.core.gone:
+            raise UCXError(
+                Status.NOT_CONNECTED,
+                "UCX's own puts and gets, which this memory needs: await a get or a put of it first",
+            )
+        return self._ucx_path
+
+    def _connected_path(self) -> AccessPath | None:
+        """Returns the access path without UCX's puts and gets; None: there is none.
+
+        Raises:
+            UCXError: NOT_CONNECTED: it is not known yet.
+        """
+        if self._path is None:
+            if not try_connect(self._core, self._scope):
+                raise UCXError(
+                    Status.NOT_CONNECTED, "using remote memory before it is connected: await connect() first"
+                )
+            self._path = self._find_access_path()
+        return self._path
+
     def _check_aligned(self, offset: int, size: int) -> None:
         if (self._descriptor.address + offset) % size:
             raise ValueError(f"an atomic of {8 * size} bits needs an address that is a multiple of {size}")
 
     async def _atomic(self, kind: int, value: int, swapped: Any, offset: int, bits: int, *, fetch: bool) -> int:
+        terms = self._check_atomic(kind, value, swapped, offset, bits)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._check_open()
+        path = self._require_atomics(await self._reach_without_ucx_rma())
+        old = self._new_word(bits, fetch)
+        await completed(self._post_atomic(path, kind, terms, old), self._core.engine)
+        return int(old[0]) if fetch else 0
+
+    def _check_atomic(self, kind: int, value: int, swapped: Any, offset: int, bits: int) -> tuple[int, int, int, int]:
+        """Returns the size of the integer, the operand, what a compare-and-swap stores, and the offset."""
         if type(bits) is not int or bits not in (32, 64):
             raise ValueError(f"bits must be 32 or 64, not {bits!r}")
         size = bits // 8
@@ -350,17 +427,19 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         offset = check_integer(offset, "offset", 0, 2**62)
         self._check(Access.ATOMIC, "use atomics on", offset, size)
         self._check_aligned(offset, size)
-        engine = self._core.engine
-        await trio.lowlevel.checkpoint_if_cancelled()
-        self._check_open()
-        path = await self._reach_for_atomics()
-        old = ffi.new(f"uint{bits}_t *") if fetch else ffi.NULL
+        return size, operand, reply, offset
+
+    def _new_word(self, bits: int, fetch: bool) -> Any:
+        return ffi.new(f"uint{bits}_t *") if fetch else ffi.NULL
+
+    def _post_atomic(self, path: AccessPath, kind: int, terms: tuple[int, int, int, int], old: Any) -> Operation | None:
         self._scope.operations.unflushed = True
+        size, operand, reply, offset = terms
         verdict = lib.tu_transfer_atomic(
             path.core.handle, self._scope.id, path.native, kind, size, operand, reply, old, offset
         )
-        await completed(self._posted(verdict, path, None, "an atomic operation", old), engine)
-        return int(old[0]) if fetch else 0
+        result = None if old == ffi.NULL else lambda: int(old[0])
+        return self._posted(verdict, path, None, "an atomic operation", old, result)
 
     @property
     def _core(self) -> EndpointCore:
@@ -386,6 +465,17 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     async def _pin(self, buffer: Contiguous, access: Access, doing: str, offset: int) -> Pinned:
         """Validates the arguments, then checks for cancellation, then whether the memory is open."""
+        pins = self._pin_arguments(buffer, access, doing, offset)
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            self._check_open()
+            check_reaches(self._core.engine, pins)
+        except BaseException:
+            pins.release()
+            raise
+        return pins
+
+    def _pin_arguments(self, buffer: Contiguous, access: Access, doing: str, offset: int) -> Pinned:
         offset = check_integer(offset, "offset", 0, 2**62)
         pins = Pinned(buffer, writable=access is Access.READ)
         try:
@@ -395,9 +485,6 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
                     "one by one"
                 )
             self._check(access, doing, offset, pins.size)
-            await trio.lowlevel.checkpoint_if_cancelled()
-            self._check_open()
-            check_reaches(self._core.engine, pins)
         except BaseException:
             pins.release()
             raise
@@ -422,7 +509,9 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         Raises:
             RuntimeError: the memory is not mapped, and its owner does no atomics for others; with what to do.
         """
-        path = await self._reach_without_ucx_rma()
+        return self._require_atomics(await self._reach_without_ucx_rma())
+
+    def _require_atomics(self, path: AccessPath | None) -> AccessPath:
         if path is None:
             doing = "an atomic on memory that this process has not mapped"
             self._core.require(Feature.AM, doing)
@@ -476,6 +565,20 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         except BaseException:
             pins.release()
             raise
+        await completed(self._post(put, pins, offset, doing, path), path.core.engine)
+
+    def _post(
+        self,
+        put: bool,
+        pins: Pinned,
+        offset: int,
+        doing: str,
+        path: AccessPath,
+        result: Callable[[], Any] | None = None,
+    ) -> Operation | None:
+        if pins.size == 0:
+            pins.release()
+            return None
         handle, scope = path.core.handle, self._scope.id
         if path.native:
             verdict = lib.tu_transfer(handle, scope, path.native, put, pins.address, pins.size, pins.memory, offset)
@@ -484,12 +587,22 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             call = lib.tu_put if put else lib.tu_get
             remote = self._descriptor.address + offset
             verdict = call(handle, pins.address, pins.size, pins.memory, remote, path.key.handle)
-        await completed(self._posted(verdict, path, pins, doing), path.core.engine)
+        return self._posted(verdict, path, pins, doing, result=result)
 
     def _posted(
-        self, verdict: int, path: AccessPath, pins: Pinned | None, doing: str, keep: Any = None
+        self,
+        verdict: int,
+        path: AccessPath,
+        pins: Pinned | None,
+        doing: str,
+        keep: Any = None,
+        result: Callable[[], Any] | None = None,
     ) -> Operation | None:
-        """Takes the verdict on a transfer. The operation, if there is one, holds the key and ``keep`` until it ends."""
+        """Takes the verdict on a transfer. The operation, if there is one, holds the key and ``keep`` until it ends.
+
+        Args:
+            result: returns the value of the operation; by default that is None.
+        """
         key = path.key
         if verdict > 0 and key is not None:
             key.hold()
@@ -499,7 +612,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             pins,
             doing,
             self._scope,
-            lambda engine, id, pins, doing, scope: _Transfer(engine, id, pins, doing, scope, key, keep),
+            lambda engine, id, pins, doing, scope: _Transfer(engine, id, pins, doing, scope, key, keep, result),
         )
 
     @enable_ki_protection
