@@ -110,6 +110,80 @@ def partial_get(plan: BlockPlan, far: Any, near: Any, progress: BlockProgress) -
     return get
 
 
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("transports", "way"), WAYS)
+async def test_buffers_of_all_sizes(transports: str, way: str, kind: str, seed: int) -> None:
+    chance = random.Random(seed)
+    async with open_two(transports) as (worker, owner), open_way(way, worker, owner) as endpoint:
+        with memory_of(kind, owner.context, POOL) as memory:
+            descriptor = for_ucx(memory.descriptor) if kind == "for UCX" else memory.descriptor
+            memory.memoryview[:] = model = bytearray(pattern(POOL, seed))
+            with endpoint.attach(descriptor) as remote:
+                for put in (False, True, False):
+                    ends = sorted(chance.sample(range(1, POOL), chance.choice([1, 2, 30, 600])))
+                    pieces = [(start, stop) for start, stop in zip([0, *ends], ends, strict=False) if stop > start]
+                    chance.shuffle(pieces)
+                    pieces = pieces[: chance.randint(1, len(pieces))]
+                    progress = BlockProgress()
+                    if put:
+                        data = [pattern(stop - start, start) for start, stop in pieces]
+                        await remote.put_blocks(
+                            zip((start for start, _ in pieces), data, strict=True), progress=progress
+                        )
+                        await remote.flush()
+                        for (start, stop), each in zip(pieces, data, strict=True):
+                            model[start:stop] = each
+                        assert memory.memoryview == model
+                    else:
+                        buffers = [bytearray(stop - start) for start, stop in pieces]
+                        blocks = [(start, buffer) for (start, _), buffer in zip(pieces, buffers, strict=True)]
+                        await remote.get_blocks(blocks, progress=progress)
+                        for (start, stop), buffer in zip(pieces, buffers, strict=True):
+                            assert buffer == model[start:stop]
+                            assert_free(buffer)
+                    assert progress.completed == len(pieces)
+                    assert repr(progress) == f"<trio_ucx.ucp.blocks.BlockProgress, {len(pieces)} completed>"
+
+
+async def test_bad_lists_of_buffers() -> None:
+    async with open_ground("tcp", nbytes=4096) as ground:
+        remote, buffer = ground.remote, bytearray(64)
+        view = memoryview(buffer)
+        bad: list[tuple[Any, type[Exception], str]] = [
+            ([5], TypeError, "a block is an offset and a buffer, not 5"),
+            ([(1, 2, 3)], TypeError, "a block is an offset and a buffer"),
+            ([("x", buffer)], TypeError, "offset"),
+            ([(-1, buffer)], ValueError, "offset"),
+            ([(0, 5)], TypeError, "must be a buffer"),
+            ([(0, b"12345678")], TypeError, "read-only"),
+            ([(0, buffer), (0, bytearray())], ValueError, "an empty buffer"),
+            (
+                [(0, buffer), (4090, bytearray(8))],
+                ValueError,
+                "block 1: 8 bytes from offset 4090 on reach beyond the end",
+            ),
+            ([(0, view[:40]), (64, view[39:])], ValueError, "overlap"),
+        ]
+        for blocks, kind, message in bad:
+            with pytest.raises(kind, match=message):
+                await remote.get_blocks(blocks)
+        with pytest.raises(ValueError, match="overlap in the remote memory"):
+            await remote.put_blocks([(0, b"1234"), (3, b"1234")])
+        await remote.put_blocks([(0, view[:40]), (64, view[20:])])  # our side may overlap
+        await remote.get_blocks([(0, view[:40]), (0, view[40:])])
+        await remote.get_blocks([])
+        bad.clear()
+        del view, blocks
+        assert_free(buffer)
+        remote.close()
+        with pytest.raises(ValueError, match="closed"):
+            await remote.get_blocks([(0, buffer)])
+        with pytest.raises(ValueError, match="closed"):
+            await remote.get_blocks([])
+
+
 NUMBERS: dict[str, Callable[[list[int]], Any]] = {
     "list": list,
     "tuple": tuple,

@@ -299,6 +299,17 @@ class Lib(Protocol):
         progress: CData,
         /,
     ) -> int: ...
+    def tu_transfer_buffers(
+        self,
+        endpoint: EndpointHandle,
+        scope: int,
+        path: CData,
+        put: bool,
+        buffers: CData,
+        offsets: CData,
+        progress: CData,
+        /,
+    ) -> int: ...
     def tu_direct_allowed(self, path: CData, /) -> bool: ...
     def tu_blocks_beyond(self, blocks: CData, count: int, limit: int, /) -> int: ...
     def tu_blocks_repeated(self, blocks: CData, count: int, limit: int, /) -> int: ...

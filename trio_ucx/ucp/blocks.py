@@ -6,7 +6,9 @@ An extension of remote memory, which only :meth:`RemoteMemory.plan` imports.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from bisect import bisect
+from collections.abc import Callable, Iterable
+from itertools import accumulate, pairwise
 from typing import Any, Protocol, cast
 
 import attrs
@@ -80,24 +82,29 @@ class _RemoteMemory(Protocol):
     ) -> Operation | None: ...
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class BlockProgress:
-    """How far a list has come: pass it to :meth:`BlockPlan.get` or :meth:`BlockPlan.put`, and look whenever you want.
+    """How far a list has come. Pass it to the call, and look whenever you want: after a cancellation, too.
 
-    It tells after a cancellation, too. A list that goes on without its task still counts.
+    A list that goes on without its task still counts.
     """
 
-    _size: int = attrs.field(default=1, init=False)
-    _word: Any = attrs.field(default=None, init=False, repr=False)
+    #: Bytes that are done, which C counts.
+    _word: Any = attrs.field(factory=lambda: ffi.new("uint64_t *"), init=False, repr=False)
+    #: The size of all blocks; or where each one ends.
+    _sizes: int | list[int] = attrs.field(default=1, init=False, repr=False)
 
     @property
     def completed(self) -> int:
         """Returns how many blocks, from the beginning of the list, are done; later ones may be, too."""
-        return 0 if self._word is None else int(self._word[0]) // self._size
+        done = int(self._word[0])
+        return done // self._sizes if isinstance(self._sizes, int) else bisect(self._sizes, done)
 
-    def _begin(self, size: int) -> Any:
-        self._size, self._word = size, ffi.new("uint64_t *")
-        return self._word
+    def _begin(self, sizes: int | list[int]) -> None:
+        self._sizes, self._word = sizes, ffi.new("uint64_t *")
+
+    def __repr__(self) -> str:
+        return f"<trio_ucx.ucp.blocks.BlockProgress, {self.completed} completed>"
 
 
 @attrs.define(eq=False, repr=False)
@@ -116,9 +123,6 @@ class BlockPlan(metaclass=OpenedNotConstructed):
     _remote: _RemoteMemory
     _buffer: Contiguous
     _offset: int
-    #: The access path for which ``_native`` was made, if UCX's own puts and gets are used.
-    _ucx_path: AccessPath | None = None
-    _native: Any = None
 
     @enable_ki_protection
     async def get(
@@ -187,56 +191,115 @@ class BlockPlan(metaclass=OpenedNotConstructed):
                 _check_different(wanted, count, self.remote_blocks, "remote")
             else:
                 _check_different(local, count, local_limit, "local")
-            await trio.lowlevel.checkpoint_if_cancelled()
-            remote._check_open()
-            check_reaches(remote._core.engine, pins)
-            path = remote._path
-            if path is None or not path.takes(pins.memory):
-                path = await remote._reach(pins.memory)
-                remote._check_open()
         except BaseException:
             pins.release()
             raise
-        word = (progress or BlockProgress())._begin(size)
-        if count == 0:
-            pins.release()
-            await trio.lowlevel.cancel_shielded_checkpoint()
-            return
-        if put:
-            remote._scope.operations.unflushed = True
-        doing = f"{'writing' if put else 'reading'} {count} blocks of remote memory"
-        native = path.native or self._native_for_ucx(path)
-        try:
-            verdict = lib.tu_transfer_blocks(
-                path.core.handle,
-                remote._scope.id,
-                native,
-                put,
-                pins.address,
-                pins.memory,
-                local,
-                self._offset,
-                wanted,
-                count,
-                size,
-                word,
-            )
-            await completed(remote._posted(verdict, path, pins, doing, word), path.core.engine)
-        except Exception as error:
-            error.add_note(f"{int(word[0]) // size} of the {count} blocks are done, from the beginning of the list")
-            raise
-
-    def _native_for_ucx(self, path: AccessPath) -> Any:
-        """Returns the ``tu_access_path_t`` of UCX's own puts and gets."""
-        if self._ucx_path is not path:
-            assert path.key is not None
-            descriptor = self._remote._descriptor
-            members = {"length": descriptor.nbytes, "address": descriptor.address, "rkey": path.key.handle}
-            self._ucx_path, self._native = path, ffi.new("tu_access_path_t *", members)
-        return self._native
+        progress = progress or BlockProgress()
+        progress._begin(size)
+        rest = (pins.address, pins.memory, local, self._offset, wanted, count, size, progress._word)
+        await _carry_out(remote, put, pins, progress, count, lib.tu_transfer_blocks, rest)
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.blocks.BlockPlan of {self.remote_blocks} blocks of {self.block} bytes at the peer>"
+
+
+async def transfer_buffers(
+    remote: _RemoteMemory, put: bool, blocks: Iterable[tuple[int, Contiguous]], progress: BlockProgress | None
+) -> None:
+    """:meth:`RemoteMemory.get_blocks` and :meth:`RemoteMemory.put_blocks`."""
+    offsets: list[int] = []
+    buffers: list[Contiguous] = []
+    for block in blocks:
+        try:
+            offset, buffer = block
+        except (TypeError, ValueError):
+            raise TypeError(f"a block is an offset and a buffer, not {block!r}") from None
+        offsets.append(check_integer(offset, "offset", 0, 2**62))
+        buffers.append(buffer)
+    remote._check(Access.WRITE if put else Access.READ, "write" if put else "read", 0, 0)
+    pins = Pinned(buffers, writable=not put)
+    try:
+        sizes = [int(pins.many.lengths[index]) for index in range(pins.many.count)]
+        if len(sizes) < len(buffers) or 0 in sizes:
+            raise ValueError("an empty buffer in a list of blocks")
+        _check_ranges(remote, offsets, sizes, put)
+        addresses = [int(ffi.cast("uintptr_t", pins.many.addresses[index])) for index in range(len(sizes))]
+        if not put:
+            _check_apart(addresses, sizes, "the buffers of a list of blocks overlap")
+    except BaseException:
+        pins.release()
+        raise
+    progress = progress or BlockProgress()
+    progress._begin(list(accumulate(sizes)))
+    rest = (pins.many, ffi.new("uint64_t[]", offsets), progress._word)
+    await _carry_out(remote, put, pins, progress, len(sizes), lib.tu_transfer_buffers, rest)
+
+
+async def _carry_out(
+    remote: _RemoteMemory,
+    put: bool,
+    pins: Pinned,
+    progress: BlockProgress,
+    count: int,
+    post: Callable[..., int],
+    arguments: tuple[Any, ...],
+) -> None:
+    """Posts a list, and waits for it. Releases the pins, whatever happens.
+
+    Args:
+        post: the function of C that posts it.
+        arguments: what it takes besides the endpoint, the scope, the path and the direction.
+    """
+    try:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        remote._check_open()
+        check_reaches(remote._core.engine, pins)
+        path = remote._path
+        if path is None or not path.takes(pins.memory):
+            path = await remote._reach(pins.memory)
+            remote._check_open()
+    except BaseException:
+        pins.release()
+        raise
+    if count == 0:
+        pins.release()
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return
+    if put:
+        remote._scope.operations.unflushed = True
+    native = path.native or _native_for_ucx(remote, path)
+    doing = f"{'writing' if put else 'reading'} {count} blocks of remote memory"
+    try:
+        verdict = post(path.core.handle, remote._scope.id, native, put, *arguments)
+        await completed(remote._posted(verdict, path, pins, doing, progress._word), path.core.engine)
+    except Exception as error:
+        error.add_note(f"{progress.completed} of the {count} blocks are done, from the beginning of the list")
+        raise
+
+
+def _native_for_ucx(remote: _RemoteMemory, path: AccessPath) -> Any:
+    """Returns the ``tu_access_path_t`` of UCX's own puts and gets."""
+    assert path.key is not None
+    descriptor = remote._descriptor
+    members = {"length": descriptor.nbytes, "address": descriptor.address, "rkey": path.key.handle}
+    return ffi.new("tu_access_path_t *", members)
+
+
+def _check_ranges(remote: _RemoteMemory, offsets: list[int], sizes: list[int], put: bool) -> None:
+    for index, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if offset + size > remote.nbytes:
+            raise ValueError(
+                f"block {index}: {size} bytes from offset {offset} on reach beyond the end of {remote.nbytes}"
+            )
+    if put:
+        _check_apart(offsets, sizes, "the blocks of a list overlap in the remote memory")
+
+
+def _check_apart(starts: list[int], sizes: list[int], message: str) -> None:
+    ordered = sorted(zip(starts, sizes, strict=True))
+    for (start, size), (following, _) in pairwise(ordered):
+        if start + size > following:
+            raise ValueError(message)
 
 
 def _check_all(blocks: Any, count: int, limit: int, side: str) -> None:

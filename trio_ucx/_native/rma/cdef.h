@@ -46,6 +46,8 @@ int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, uint64_t scope, const tu_acc
 int64_t tu_transfer_blocks(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, bool put,
                            void *buffer, int memory, const int64_t *local, uint64_t offset, const int64_t *remote,
                            size_t count, uint64_t size, uint64_t *progress);
+int64_t tu_transfer_buffers(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, bool put,
+                            const tu_buffers_t *buffers, const uint64_t *offsets, uint64_t *progress);
 int tu_transfers_status(tu_endpoint_t *endpoint, uint64_t scope);
 int tu_worker_fence(tu_worker_t *worker);
 

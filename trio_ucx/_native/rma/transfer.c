@@ -185,6 +185,19 @@ int64_t tu_transfer(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_pat
     return post_transfer(endpoint, &params);
 }
 
+static int64_t post_list(tu_endpoint_t *endpoint, tu_transfer_params_t *params, tu_run_t *runs)
+{
+    params->runs = runs;
+    if (runs == NULL) {
+        return UCS_ERR_NO_MEMORY;
+    }
+    if (params->memory > TU_MEMORY_HOST && !(endpoint->worker->memory_types >> (params->memory - 1) & 1)) {
+        free(runs);
+        return UCS_ERR_UNSUPPORTED;
+    }
+    return post_transfer(endpoint, params);
+}
+
 /* Gets or puts a list of blocks of `size` bytes: those that `remote` and `local` name, of the memory from `offset` on
  * and of the buffer. Python has checked that they are in both. `progress` stays until the operation is over, and counts
  * the bytes, from the beginning of the list, that are done. Otherwise as tu_transfer. */
@@ -204,11 +217,8 @@ int64_t tu_transfer_blocks(tu_endpoint_t *endpoint, uint64_t scope, const tu_acc
         tu_blocks_beyond(remote, count, (path->length - offset) / size) < count) {
         return UCS_ERR_INVALID_PARAM;
     }
-    if (memory > TU_MEMORY_HOST && !(endpoint->worker->memory_types >> (memory - 1) & 1)) {
-        return UCS_ERR_UNSUPPORTED;
-    }
-    params.runs = tu_runs_of_blocks(buffer, local, offset, remote, count, size, &params.run_count);
-    return params.runs == NULL ? UCS_ERR_NO_MEMORY : post_transfer(endpoint, &params);
+    return post_list(endpoint, &params,
+                     tu_runs_of_blocks(buffer, local, offset, remote, count, size, &params.run_count));
 }
 
 /* Does an atomic to an integer of `length` bytes (4 or 8), whose address is a multiple of that. `old`: where its old
@@ -234,6 +244,28 @@ int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, uint64_t scope, const tu_acc
         .scope  = scope,
     };
     return post_transfer(endpoint, &params);
+}
+
+/* Gets or puts a list of buffers, each with its offset in the memory: otherwise as tu_transfer_blocks. */
+int64_t tu_transfer_buffers(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, bool put,
+                            const tu_buffers_t *buffers, const uint64_t *offsets, uint64_t *progress)
+{
+    tu_transfer_params_t params = {
+        .path      = path,
+        .kind      = put ? TU_TRANSFER_PUT : TU_TRANSFER_GET,
+        .run_count = buffers->count,
+        .progress  = progress,
+        .memory    = buffers->memory,
+        .scope     = scope,
+    };
+    size_t i;
+
+    for (i = 0; i < buffers->count; i++) {
+        if (buffers->lengths[i] == 0 || offsets[i] > path->length || buffers->lengths[i] > path->length - offsets[i]) {
+            return UCS_ERR_INVALID_PARAM;
+        }
+    }
+    return post_list(endpoint, &params, tu_runs_of_buffers(buffers, offsets));
 }
 
 static void flushed(void *request, ucs_status_t status, void *user_data)

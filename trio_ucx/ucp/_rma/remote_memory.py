@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import attrs
@@ -27,7 +27,7 @@ from .._status import Status, UCXError
 from .access_paths import AccessPath, Key, connect, find_access_path, refusal, try_connect
 
 if TYPE_CHECKING:
-    from ..blocks import BlockPlan
+    from ..blocks import BlockPlan, BlockProgress
 
 
 class AtomicOp(enum.IntEnum):
@@ -225,6 +225,49 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         self._check_open()
         await self._reach_without_ucx_rma()
         await trio.lowlevel.cancel_shielded_checkpoint()
+
+    @enable_ki_protection
+    async def get_blocks(
+        self, blocks: Iterable[tuple[int, WritableContiguous]], *, progress: BlockProgress | None = None
+    ) -> None:
+        """Reads pieces of this memory into buffers: as :meth:`get_into` for each, but in one call.
+
+        Args:
+            blocks: pairs of an offset and a buffer. For blocks of one size, :meth:`plan` is faster.
+            progress: counts the blocks, from the first one on, that are there.
+
+        Cancellation: returns at once; no further block is asked for. The buffers stay pinned until UCX lets go of them.
+
+        Raises:
+            TypeError, ValueError: not such pairs; an empty buffer; buffers that overlap; as for :meth:`get_into`.
+            RuntimeError, UCXError, OSError: as for :meth:`get`; a note says how many blocks are there.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        from ..blocks import transfer_buffers
+
+        await transfer_buffers(self, False, blocks, progress)
+
+    @enable_ki_protection
+    async def put_blocks(
+        self, blocks: Iterable[tuple[int, Contiguous]], *, progress: BlockProgress | None = None
+    ) -> None:
+        """Writes buffers into pieces of this memory: as :meth:`put` for each, but in one call.
+
+        Args:
+            blocks: pairs of an offset and a buffer.
+            progress: counts the blocks, from the first one on, whose buffers may be used again.
+
+        Cancellation: any of the blocks may be written, or not, or in part. The buffers stay pinned until UCX lets go of
+        them.
+
+        Raises:
+            TypeError, ValueError: not such pairs; an empty buffer; pieces that overlap; as for :meth:`put`.
+            RuntimeError, UCXError, OSError: as for :meth:`put`.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        from ..blocks import transfer_buffers
+
+        await transfer_buffers(self, True, blocks, progress)
 
     @enable_ki_protection
     def plan(self, buffer: Contiguous, *, block: int, offset: int = 0) -> BlockPlan:
