@@ -574,3 +574,29 @@ async def test_attach_reports_what_is_wrong() -> None:
                 connection.abort()
                 with pytest.raises(trio.ClosedResourceError):
                     await connection.attach(memory.descriptor)
+
+
+async def test_several_lists_when_the_memory_closes() -> None:
+    """All of them go over to messages, one after the other; each is refused, and none is forgotten."""
+    async with open_two("sm,self") as (worker, owner), open_way("worker", worker, owner) as endpoint:
+        memory = owner.context.register(bytearray(2**26))
+        here = [bytearray(2**26) for _ in range(4)]
+        with endpoint.attach(memory.descriptor) as remote:
+            await remote.get(0, 100)
+            ended = []
+
+            async def get(buffer: bytearray, progress: BlockProgress) -> None:
+                with pytest.raises(trio_ucx.UCXError, match="its owner refused"):
+                    await remote.plan(buffer, block=2**12).get(
+                        range(0, 2**14, 2), range(0, 2**14, 2), progress=progress
+                    )
+                ended.append(progress.completed)
+
+            with trio.fail_after(30):
+                async with trio.open_nursery() as nursery:
+                    running = [BlockProgress() for _ in here]
+                    for buffer, progress in zip(here, running, strict=True):
+                        nursery.start_soon(get, buffer, progress)
+                    await until(lambda: all(progress.completed > 10 for progress in running))
+                    memory.close()
+            assert all(10 < completed < 2**13 for completed in ended)

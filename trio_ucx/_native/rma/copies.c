@@ -31,11 +31,13 @@ bool tu_copies_step(const tu_access_path_t *path, bool put, const tu_run_t *runs
 /* The owner's process no longer lets us read the memory: messages ask the owner for what is left. It knows why. */
 static void ask_the_owner(tu_transfer_t *transfer)
 {
+    tu_transfers_t *transfers = tu_transfers_of(transfer->endpoint);
+
     tu_copies_method.end(transfer);
-    transfer->state                                = TU_TRANSFER_WAITING;
-    transfer->method                               = &tu_parts_method;
-    transfer->path.pid                             = 0;
-    tu_transfers_of(transfer->endpoint)->waiting   = transfer;
+    transfer->state    = TU_TRANSFER_WAITING;
+    transfer->method   = &tu_parts_method;
+    transfer->path.pid = 0;
+    transfers->waiting = tu_order_first(transfers); /* an earlier one may have more parts to begin */
     tu_order_advance(transfer->endpoint);
 }
 
