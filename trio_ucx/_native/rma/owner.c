@@ -397,35 +397,11 @@ static ucs_status_t atomic(service_t *service, const tu_remote_request_t *reques
 
 /* ---- lists of ranges ---- */
 
-/* Validates a request with a list, and holds its memory. *count becomes the number of ranges. */
-static ucs_status_t open_list(service_t *service, const tu_remote_request_t *request, unsigned access,
-                              const tu_remote_range_t *ranges, size_t length, size_t *count)
+/* Gathers the ranges of a get for the answer. */
+static ucs_status_t gather(service_t *service, const tu_remote_range_t *ranges, size_t count)
 {
-    tu_remote_request_t first = *request;
-    ucs_status_t status;
+    size_t i;
 
-    *count = (size_t)tu_le64_to(request->offset);
-    if (*count == 0 || *count > TU_MOST_RANGES || length < *count * sizeof(*ranges)) {
-        return UCS_ERR_INVALID_PARAM;
-    }
-    first.offset = ranges[0].offset;
-    status       = hold(&first, access, tu_le64_to(ranges[0].length), &service->served);
-    if (status == UCS_OK &&
-        !tu_gathered_check(ranges, *count, service->served->length, tu_le64_to(request->length))) {
-        status = UCS_ERR_INVALID_ADDR;
-    }
-    return status;
-}
-
-static ucs_status_t get_list(service_t *service, const tu_remote_request_t *request, const tu_remote_range_t *ranges,
-                             size_t length)
-{
-    size_t i, count;
-    ucs_status_t status = open_list(service, request, TU_ACCESS_READ, ranges, length, &count);
-
-    if (status != UCS_OK) {
-        return status;
-    }
     service->iov = tu_calloc(count, sizeof(*service->iov));
     if (service->iov == NULL) {
         return UCS_ERR_NO_MEMORY;
@@ -436,29 +412,43 @@ static ucs_status_t get_list(service_t *service, const tu_remote_request_t *requ
             .length = tu_le64_to(ranges[i].length),
         };
     }
-    answer(service, UCS_OK, service->iov, count, UCP_AM_SEND_FLAG_EAGER);
     return UCS_OK;
 }
 
-static ucs_status_t put_list(service_t *service, const tu_remote_request_t *request, const tu_remote_range_t *ranges,
-                             size_t length)
+/* Validates a request with a list, and does it as a whole: stores the data of a put, gathers those of a get. *count
+ * becomes the number of ranges. */
+static ucs_status_t do_list(service_t *service, const tu_remote_request_t *request, const char *data, size_t length,
+                            size_t *count)
 {
-    const char *data = (const char *)ranges;
-    size_t i, count;
-    ucs_status_t status = open_list(service, request, TU_ACCESS_WRITE, ranges, length, &count);
+    bool put                  = request->kind == TU_REMOTE_PUT_LIST;
+    uint64_t total            = tu_le64_to(request->length);
+    tu_remote_request_t first = *request;
+    tu_remote_range_t ranges[TU_MOST_RANGES];
+    ucs_status_t status;
+    size_t i;
 
+    *count = (size_t)tu_le64_to(request->offset);
+    if (*count == 0 || *count > TU_MOST_RANGES || length < *count * sizeof(*ranges) ||
+        (put && length - *count * sizeof(*ranges) != total)) {
+        return UCS_ERR_INVALID_PARAM;
+    }
+    memcpy(ranges, data, *count * sizeof(*ranges)); /* the data are not aligned */
+    data         += *count * sizeof(*ranges);
+    first.offset  = ranges[0].offset;
+    status        = hold(&first, put ? TU_ACCESS_WRITE : TU_ACCESS_READ, tu_le64_to(ranges[0].length), &service->served);
     if (status != UCS_OK) {
         return status;
     }
-    if (length - count * sizeof(*ranges) != tu_le64_to(request->length)) {
-        return UCS_ERR_INVALID_PARAM;
+    if (!tu_gathered_check(ranges, *count, service->served->length, total)) {
+        return UCS_ERR_INVALID_ADDR;
     }
-    data += count * sizeof(*ranges);
-    for (i = 0; i < count; i++) {
+    if (!put) {
+        return gather(service, ranges, *count);
+    }
+    for (i = 0; i < *count; i++) {
         tu_mapped_store(service->served->address + tu_le64_to(ranges[i].offset), data, tu_le64_to(ranges[i].length));
         data += tu_le64_to(ranges[i].length);
     }
-    answer(service, UCS_OK, NULL, 0, UCP_AM_SEND_FLAG_EAGER);
     return UCS_OK;
 }
 
@@ -466,15 +456,10 @@ static ucs_status_t put_list(service_t *service, const tu_remote_request_t *requ
 static ucs_status_t list(service_t *service, const tu_remote_request_t *request, const void *data, size_t length,
                          bool rendezvous)
 {
-    ucs_status_t status = UCS_ERR_INVALID_PARAM;
+    size_t count        = 0;
+    ucs_status_t status = rendezvous ? UCS_ERR_INVALID_PARAM : do_list(service, request, data, length, &count);
 
-    if (!rendezvous) {
-        status = request->kind == TU_REMOTE_PUT_LIST ? put_list(service, request, data, length) :
-                                                       get_list(service, request, data, length);
-    }
-    if (status != UCS_OK) {
-        answer(service, status, NULL, 0, UCP_AM_SEND_FLAG_EAGER);
-    }
+    answer(service, status, service->iov, service->iov != NULL ? count : 0, UCP_AM_SEND_FLAG_EAGER);
     return rendezvous ? status : UCS_OK; /* an error refuses the data */
 }
 
