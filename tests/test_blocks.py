@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -491,13 +492,22 @@ async def test_integers_are_not_read_directly() -> None:
     """The kernel may copy them byte by byte, while the owner, or an atomic, writes them."""
     async with open_owner("tcp,sm,self", "connection", 4096, "registered") as (peer, _, remote):
         await remote.get(0, 100)
+        here = bytearray(64)
+        plan = remote.plan(here, block=8)
         await peer.stop()
         try:
-            with trio.move_on_after(0.1) as scope:
-                await remote.get(0, 8)
+            for call in (
+                partial(remote.get, 0, 8),
+                partial(plan.get, [0], [0]),
+                partial(plan.get, [0, 2], [0, 1]),
+                partial(plan.get, [0, 1], [0, 1]),
+                partial(remote.get_blocks, [(0, bytearray(100)), (200, bytearray(8))]),
+            ):
+                with trio.move_on_after(0.05) as scope:
+                    await call()
+                assert scope.cancelled_caught
         finally:
             peer.resume()
-        assert scope.cancelled_caught
 
 
 @pytest.mark.parametrize("wrong", ["process", "address", "token"])

@@ -13,12 +13,12 @@
 #include "rma/transfer.h"
 
 #define MOST_PIECES 512
-#define SMALLEST 9             /* shorter ones may be integers, of which the kernel could read half a write */
+#define LONGEST_INTEGER 8      /* bytes: of integers the kernel could read half a write */
 
-/* Whether a transfer may read the memory directly. */
-bool tu_direct_takes(const tu_access_path_t *path, tu_transfer_kind_t kind, uint64_t length)
+/* Whether a transfer may read the memory directly. `shortest`: of its blocks, or of its own bytes. */
+bool tu_direct_takes(const tu_access_path_t *path, tu_transfer_kind_t kind, uint64_t shortest)
 {
-    return path->pid != 0 && kind == TU_TRANSFER_GET && length >= SMALLEST;
+    return path->pid != 0 && kind == TU_TRANSFER_GET && shortest > LONGEST_INTEGER;
 }
 
 /* Reads pieces of the memory, at most MOST_PIECES. Returns false if it could not, or if the memory was closed. */

@@ -73,6 +73,7 @@ typedef struct tu_transfer_params {
     tu_run_t run;              /* of an atomic: where the old value goes (NULL unless it is late); 4 or 8 bytes */
     tu_run_t *runs;            /* several instead: tu_transfer_begin takes them over, and frees them; else NULL */
     size_t run_count;
+    uint64_t shortest;         /* of the blocks in the runs, bytes */
     uint64_t *progress;        /* counts the bytes, from the beginning, that are done; NULL: nobody asks */
     tu_atomic_terms_t atomic;
     int memory;                /* the kind of memory of the buffers */

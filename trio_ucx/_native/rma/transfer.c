@@ -12,7 +12,7 @@ static const tu_transfer_method_t *choose_method(const tu_transfer_params_t *par
 {
     uint64_t part = params->memory <= TU_MEMORY_HOST ? transfer->path.part : 0;
 
-    if (transfer->path.local != NULL || tu_direct_takes(&transfer->path, params->kind, transfer->length)) {
+    if (transfer->path.local != NULL || transfer->path.pid != 0) {
         return &tu_copies_method;
     }
     return !transfer->path.messages || transfer->run_count > 1 || transfer->cursor.total > 0 || (part > 0 && transfer->length > part) ? &tu_parts_method : &tu_requester_method;
@@ -68,7 +68,7 @@ static bool do_at_once(const tu_transfer_params_t *params, tu_access_path_t *pat
         }
         return path->local != NULL;
     }
-    if (path->local == NULL && !tu_direct_takes(path, params->kind, length)) {
+    if (path->local == NULL && path->pid == 0) {
         return false;
     }
     do {
@@ -100,7 +100,10 @@ ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params
     }
     if (params->memory > TU_MEMORY_HOST) {
         path.local = NULL;
-        path.pid   = 0;
+    }
+    if (params->memory > TU_MEMORY_HOST ||
+        !tu_direct_takes(&path, params->kind, params->runs != NULL ? params->shortest : length)) {
+        path.pid = 0;
     }
     if (path.local == NULL && !path.messages && path.rkey == NULL) {
         free(params->runs);
@@ -208,6 +211,7 @@ int64_t tu_transfer_blocks(tu_endpoint_t *endpoint, uint64_t scope, const tu_acc
     tu_transfer_params_t params = {
         .path     = path,
         .kind     = put ? TU_TRANSFER_PUT : TU_TRANSFER_GET,
+        .shortest = size,
         .progress = progress,
         .memory   = memory,
         .scope    = scope,
@@ -254,6 +258,7 @@ int64_t tu_transfer_buffers(tu_endpoint_t *endpoint, uint64_t scope, const tu_ac
         .path      = path,
         .kind      = put ? TU_TRANSFER_PUT : TU_TRANSFER_GET,
         .run_count = buffers->count,
+        .shortest  = UINT64_MAX,
         .progress  = progress,
         .memory    = buffers->memory,
         .scope     = scope,
@@ -264,6 +269,7 @@ int64_t tu_transfer_buffers(tu_endpoint_t *endpoint, uint64_t scope, const tu_ac
         if (buffers->lengths[i] == 0 || offsets[i] > path->length || buffers->lengths[i] > path->length - offsets[i]) {
             return UCS_ERR_INVALID_PARAM;
         }
+        params.shortest = buffers->lengths[i] < params.shortest ? buffers->lengths[i] : params.shortest;
     }
     return post_list(endpoint, &params, tu_runs_of_buffers(buffers, offsets));
 }

@@ -203,7 +203,7 @@ void tu_mapped_store(char *to, const void *data, uint64_t length);
 uint64_t tu_mapped_atomic(const tu_atomic_terms_t *atomic, char *at, uint64_t length);
 
 /* direct.c */
-bool tu_direct_takes(const tu_access_path_t *path, tu_transfer_kind_t kind, uint64_t length);
+bool tu_direct_takes(const tu_access_path_t *path, tu_transfer_kind_t kind, uint64_t shortest);
 bool tu_direct_read(const tu_access_path_t *path, const tu_run_t *pieces, size_t count);
 
 /* copies.c */
