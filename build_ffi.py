@@ -59,7 +59,7 @@ EXTENSIONS = {
         "requester.c",
         "parts.c",
         "gathered.c",
-        "runs.c",
+        "ranges.c",
         "owner.c",
         "transfer.c",
     ],

@@ -73,9 +73,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def attach(self, descriptor: bytes | MemoryDescriptor) -> RemoteMemory:
-        """Takes hold of memory of the peer's: as :meth:`trio_ucx.ucp.Endpoint.attach`, and finds out how to reach it.
+        """Attaches memory of the peer's, and waits until its access path is known (:class:`trio_ucx.ucp.RemoteMemory`).
 
-        It ends with the connection. Close it before, or use it as a context manager.
+        The RemoteMemory ends with the connection; close it earlier with ``with``.
 
         Args:
             descriptor: the :attr:`trio_ucx.ucp.Memory.descriptor` of the memory, which the peer has sent somehow.
@@ -85,7 +85,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         Raises:
             TypeError, ValueError: it is no descriptor, or damaged; it is of another process's memory than the peer's,
                 or says more memory than there is.
-            RuntimeError: the worker was opened without ``Feature.AM``.
+            RuntimeError: the worker was opened without ``Feature.AM``, ``RMA``, ``AMO32`` and ``AMO64``.
             trio.ClosedResourceError, trio.BrokenResourceError: the connection was closed; the peer is gone.
         """
         memory = self.endpoint.attach(descriptor)
@@ -420,7 +420,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def wait_buffers_released(self) -> None:
-        """Waits until no buffer of a cancelled send or receive belongs to the library any more.
+        """Waits until no buffer of a cancelled send, receive, get or put belongs to the library any more.
 
         It returns when the peer has received each large message whose send was cancelled, or has dropped it because the
         connection has ended; at most half a second after the last connection between the same two workers has ended, by

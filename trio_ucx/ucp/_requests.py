@@ -190,7 +190,8 @@ class RequestGroup(metaclass=OpenedNotConstructed):
         """Posts :meth:`RemoteMemory.get_into` at once; its result is the number of bytes.
 
         Raises:
-            UCXError: NOT_CONNECTED: it is not known yet how to reach the memory: await :meth:`RemoteMemory.connect`.
+            UCXError: NOT_CONNECTED: no access path is known yet. Await :meth:`RemoteMemory.connect` first; where UCX's
+                own puts and gets are needed, await one get or put.
             trio.ClosedResourceError: the group, the endpoint, or the worker was closed.
             trio.BrokenResourceError, RuntimeError, TypeError, ValueError: as for the method of the memory.
         """

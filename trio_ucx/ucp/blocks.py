@@ -1,6 +1,7 @@
-"""Lists of blocks of remote memory: one call gets or puts many, of the same size, wherever they lie.
+"""Lists of blocks: one call gets or puts many ranges of remote memory.
 
-An extension of remote memory, which only :meth:`RemoteMemory.plan` imports.
+:meth:`RemoteMemory.plan`, :meth:`RemoteMemory.get_blocks` and :meth:`RemoteMemory.put_blocks` import it when they are
+first called.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["BlockNumbers", "BlockPlan", "BlockProgress"]
 #: What names blocks: a list, a range, an ``array.array``, a numpy array, or anything else that yields integers.
 BlockNumbers = Iterable[int]
 
-#: Formats of the buffer protocol for integers of 8 bytes with a sign, which C takes as they are.
+#: Formats of the buffer protocol for integers of 8 bytes with a sign: such a buffer is copied in one step.
 _INT64 = ("q", "l") if array("l").itemsize == 8 else ("q",)
 
 
@@ -59,8 +60,10 @@ def _numbers(blocks: BlockNumbers, name: str) -> tuple[Any, int]:
                     return ffi.from_buffer("int64_t[]", found), len(found)
     try:
         found.extend(iter(blocks))
-    except (TypeError, OverflowError) as error:
+    except TypeError as error:
         raise TypeError(f"{name} must be integers, the numbers of blocks: {error}") from None
+    except OverflowError:
+        raise ValueError(f"{name} has a number that is no 64-bit integer") from None
     return ffi.from_buffer("int64_t[]", found), len(found)
 
 
@@ -96,7 +99,7 @@ class BlockProgress:
 
     @property
     def completed(self) -> int:
-        """Returns how many blocks, from the beginning of the list, are done; later ones may be, too."""
+        """Returns how many blocks, from the beginning of the list, are completed; later ones may be, too."""
         done = int(self._word[0])
         return done // self._sizes if isinstance(self._sizes, int) else bisect(self._sizes, done)
 
@@ -109,17 +112,19 @@ class BlockProgress:
 
 @attrs.define(eq=False, repr=False)
 class BlockPlan(metaclass=OpenedNotConstructed):
-    """A pool of blocks here and one at a peer, by :meth:`RemoteMemory.plan`. It holds nothing, and needs no closing.
+    """A pool of blocks here and one at a peer, by :meth:`RemoteMemory.plan`.
 
-    Blocks are numbered from 0 on. What is left over at the end of either memory belongs to no block.
+    It needs no closing: it pins the buffer only during a call, and works as long as the RemoteMemory is open. Several
+    tasks can use it at the same time. Blocks are numbered from 0 on. Bytes at the end of either memory that do not fill
+    a block belong to none.
 
     Attributes:
         block: the size of a block in bytes.
-        remote_blocks: how many the peer has.
+        remote_block_count: how many blocks the peer has.
     """
 
     block: int
-    remote_blocks: int
+    remote_block_count: int
     _remote: _RemoteMemory
     _buffer: Contiguous
     _offset: int
@@ -128,15 +133,14 @@ class BlockPlan(metaclass=OpenedNotConstructed):
     async def get(
         self, remote_blocks: BlockNumbers, local_blocks: BlockNumbers, *, progress: BlockProgress | None = None
     ) -> None:
-        """Reads a list of blocks of the peer's: the first of ``remote_blocks`` into the first of ``local_blocks``, ...
+        """Reads the peer's block ``remote_blocks[i]`` into block ``local_blocks[i]`` here, for each i.
 
-        Neighbours are read together, and as many messages are in flight as are good. Otherwise as
-        :meth:`RemoteMemory.get_into`.
+        Neighbours are read together, with up to 64 messages in flight. Otherwise as :meth:`RemoteMemory.get_into`.
 
         Args:
-            remote_blocks: numbers of blocks of the peer's. A numpy array of int64 is not looped over in Python.
+            remote_blocks: numbers of blocks of the peer's: the source, which comes first here and in :meth:`put`.
             local_blocks: as many numbers of blocks here, all different.
-            progress: counts the blocks that are there.
+            progress: counts the blocks that have arrived.
 
         Cancellation: returns at once; no further block is asked for. Those in flight are still written, until
         ``Connection.wait_buffers_released`` returns.
@@ -153,7 +157,7 @@ class BlockPlan(metaclass=OpenedNotConstructed):
     async def put(
         self, local_blocks: BlockNumbers, remote_blocks: BlockNumbers, *, progress: BlockProgress | None = None
     ) -> None:
-        """Writes a list of blocks into the peer's memory: the first of ``local_blocks`` into the first of ...
+        """Writes block ``local_blocks[i]`` here into the peer's block ``remote_blocks[i]``, for each i.
 
         Returns when the blocks here may be used again; :meth:`RemoteMemory.flush` waits until all are there. Otherwise
         as :meth:`get` and :meth:`RemoteMemory.put`.
@@ -180,15 +184,15 @@ class BlockPlan(metaclass=OpenedNotConstructed):
         local, count = _numbers(local_blocks, "local_blocks")
         wanted, found = _numbers(remote_blocks, "remote_blocks")
         if count != found:
-            raise ValueError(f"{count} local blocks and {found} remote blocks: as many are needed on both sides")
+            raise ValueError(f"local_blocks has {count} numbers, and remote_blocks has {found}: give equally many")
         remote._check(Access.WRITE if put else Access.READ, "write" if put else "read", 0, 0)
         pins = Pinned(self._buffer, writable=not put)
         try:
             local_limit = pins.size // size
             _check_all(local, count, local_limit, "local")
-            _check_all(wanted, count, self.remote_blocks, "remote")
+            _check_all(wanted, count, self.remote_block_count, "remote")
             if put:
-                _check_different(wanted, count, self.remote_blocks, "remote")
+                _check_different(wanted, count, self.remote_block_count, "remote")
             else:
                 _check_different(local, count, local_limit, "local")
         except BaseException:
@@ -200,7 +204,7 @@ class BlockPlan(metaclass=OpenedNotConstructed):
         await _carry_out(remote, put, pins, progress, count, lib.tu_transfer_blocks, rest)
 
     def __repr__(self) -> str:
-        return f"<trio_ucx.ucp.blocks.BlockPlan of {self.remote_blocks} blocks of {self.block} bytes at the peer>"
+        return f"<trio_ucx.ucp.blocks.BlockPlan of {self.remote_block_count} blocks of {self.block} bytes at the peer>"
 
 
 async def transfer_buffers(
@@ -221,7 +225,7 @@ async def transfer_buffers(
     try:
         sizes = [int(pins.many.lengths[index]) for index in range(pins.many.count)]
         if len(sizes) < len(buffers) or 0 in sizes:
-            raise ValueError("an empty buffer in a list of blocks")
+            raise ValueError("a list of blocks has an empty buffer")
         _check_ranges(remote, offsets, sizes, put)
         addresses = [int(ffi.cast("uintptr_t", pins.many.addresses[index])) for index in range(len(sizes))]
         if not put:
@@ -273,7 +277,7 @@ async def _carry_out(
         verdict = post(path.core.handle, remote._scope.id, native, put, *arguments)
         await completed(remote._posted(verdict, path, pins, doing, progress._word), path.core.engine)
     except Exception as error:
-        error.add_note(f"{progress.completed} of the {count} blocks are done, from the beginning of the list")
+        error.add_note(f"the first {progress.completed} of {count} blocks are completed")
         raise
 
 
@@ -305,7 +309,8 @@ def _check_apart(starts: list[int], sizes: list[int], message: str) -> None:
 def _check_all(blocks: Any, count: int, limit: int, side: str) -> None:
     bad = lib.tu_blocks_beyond(blocks, count, limit)
     if bad < count:
-        raise ValueError(f"{side}_blocks[{bad}] is {blocks[bad]}: there are {limit} blocks, from 0 on")
+        where = "the buffer" if side == "local" else "the remote memory"
+        raise ValueError(f"{side}_blocks[{bad}] is {blocks[bad]}, but {where} has {limit} blocks, numbered from 0 on")
 
 
 def _check_different(blocks: Any, count: int, limit: int, side: str) -> None:
@@ -313,7 +318,9 @@ def _check_different(blocks: Any, count: int, limit: int, side: str) -> None:
     if bad > count:
         raise MemoryError(f"no memory to check {count} numbers of blocks")
     if bad < count:
-        raise ValueError(f"{side}_blocks[{bad}] is {blocks[bad]}, again: each block can be written once in a list")
+        raise ValueError(
+            f"{side}_blocks[{bad}] is {blocks[bad]}, which is in the list before: a list may write a block only once"
+        )
 
 
 def plan(remote: _RemoteMemory, buffer: Contiguous, block: int, offset: int) -> BlockPlan:
@@ -323,7 +330,7 @@ def plan(remote: _RemoteMemory, buffer: Contiguous, block: int, offset: int) -> 
     pins = Pinned(buffer)
     try:
         if pins.address is None:
-            raise TypeError("a plan is of one contiguous buffer: no list, no strided array")
+            raise TypeError("plan() takes one contiguous buffer, not a list or a strided array")
     finally:
         pins.release()
     created: BlockPlan = BlockPlan._create(block, (remote.nbytes - offset) // block, remote, buffer, offset)

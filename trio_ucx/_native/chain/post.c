@@ -201,7 +201,7 @@ static void transfer(tu_node_t *node, const tu_target_t *target, tu_transfer_kin
         .path   = &target->path,
         .kind   = kind,
         .late   = true,
-        .run    = {.buffer = buffer, .offset = node->offset, .length = node->length},
+        .range  = {.buffer = buffer, .offset = node->offset, .length = node->length},
         .memory = memory,
         .done   = transfer_ended,
         .owner  = node,

@@ -54,7 +54,7 @@ int tu_worker_fence(tu_worker_t *worker);
 /* direct.c */
 bool tu_direct_allowed(const tu_access_path_t *path);
 
-/* runs.c */
+/* ranges.c */
 size_t tu_blocks_beyond(const int64_t *blocks, size_t count, uint64_t limit);
 size_t tu_blocks_repeated(const int64_t *blocks, size_t count, uint64_t limit);
 

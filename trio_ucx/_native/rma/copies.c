@@ -1,21 +1,21 @@
-/* Copies between this process's memory and remote memory that it has mapped, or may read. Those longer than
- * TU_COPIED_AT_ONCE go on with the worker's progress, one piece at a time, so that other tasks can run.
+/* Copies between this process's memory and remote memory that it has mapped, or may read. A step copies at most
+ * TU_COPIED_AT_ONCE bytes and TU_MOST_RANGES ranges. What the posting call does not finish in TU_SEQUENCE_SLICE goes on
+ * with the worker's progress, one step at a time, so that other tasks can run.
  */
 #include "rma/transfer.h"
 
-#define MOST_RUNS 512          /* that one step copies */
 
-/* Copies the next piece. Returns false if the owner's process does not let us read it, or the memory was closed: then
- * the cursor stays, and what was read of the piece means nothing. */
-bool tu_copies_step(const tu_access_path_t *path, bool put, const tu_run_t *runs, size_t count, tu_cursor_t *cursor)
+/* Does the next step. Returns false if the owner's process does not let us read it, or the memory was closed: then
+ * the cursor stays, and what the step has read means nothing. */
+bool tu_copies_step(const tu_access_path_t *path, bool put, const tu_range_t *ranges, size_t count, tu_cursor_t *cursor)
 {
     tu_cursor_t next = *cursor;
-    tu_run_t pieces[MOST_RUNS];
+    tu_range_t pieces[TU_MOST_RANGES];
     uint64_t end     = cursor->total + TU_COPIED_AT_ONCE;
     size_t taken     = 0;
 
-    while (taken < MOST_RUNS && next.total < end &&
-           tu_cursor_next(&next, runs, count, end - next.total, &pieces[taken])) {
+    while (taken < TU_MOST_RANGES && next.total < end &&
+           tu_cursor_next(&next, ranges, count, end - next.total, &pieces[taken])) {
         if (path->local != NULL) {
             tu_mapped_copy(put, pieces[taken].buffer, path->local + pieces[taken].offset, pieces[taken].length);
         }
@@ -41,7 +41,7 @@ static void ask_the_owner(tu_transfer_t *transfer)
     tu_order_advance(transfer->endpoint);
 }
 
-/* Does the next transfer's next step: copies a piece, or does the atomic. */
+/* Does the next transfer's next step, or its atomic. */
 static unsigned step(tu_hook_t *hook)
 {
     tu_rma_t *rma           = TU_ITEM(hook, tu_rma_t, copy_hook);
@@ -54,7 +54,7 @@ static unsigned step(tu_hook_t *hook)
         tu_transfer_conclude(transfer, UCS_OK);
         return 1;
     }
-    if (!tu_copies_step(&transfer->path, transfer->kind == TU_TRANSFER_PUT, tu_runs_of(transfer), transfer->run_count,
+    if (!tu_copies_step(&transfer->path, transfer->kind == TU_TRANSFER_PUT, tu_ranges_of(transfer), transfer->range_count,
                         &transfer->cursor)) {
         ask_the_owner(transfer);
         return 1;
@@ -64,7 +64,7 @@ static unsigned step(tu_hook_t *hook)
     }
     if (transfer->cursor.total == transfer->length) {
         tu_transfer_conclude(transfer, UCS_OK);
-    } else { /* the next piece is another transfer's */
+    } else { /* the next step is another transfer's */
         tu_list_remove(&transfer->copy_link);
         tu_list_append(&rma->copies, &transfer->copy_link);
     }

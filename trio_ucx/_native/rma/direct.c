@@ -3,7 +3,8 @@
  *
  * The owner may close the memory at any moment, or end, and its pid may become another process's. So the last thing
  * that each call reads is the memory's token, in the owner's table (owner.c). The owner erases it before it lets go of
- * the memory, and no other process has it there: if it was still there, what was read before it was the memory.
+ * the memory, and no other process has it there but children that the owner has forked: if it was still there, what was
+ * read before it was the memory.
  * Nothing like that is possible for puts, which therefore ask the owner.
  */
 #define _GNU_SOURCE
@@ -12,19 +13,18 @@
 
 #include "rma/transfer.h"
 
-#define MOST_PIECES 512
-#define LONGEST_INTEGER 8      /* bytes: of integers the kernel could read half a write */
+#define LONGEST_INTEGER 8      /* bytes: the kernel may copy an integer in two steps */
 
-/* Whether a transfer may read the memory directly. `shortest`: of its blocks, or of its own bytes. */
+/* Returns true if a transfer may read the memory directly. `shortest`: of its blocks; its own length without blocks. */
 bool tu_direct_takes(const tu_access_path_t *path, tu_transfer_kind_t kind, uint64_t shortest)
 {
     return path->pid != 0 && kind == TU_TRANSFER_GET && shortest > LONGEST_INTEGER;
 }
 
-/* Reads pieces of the memory, at most MOST_PIECES. Returns false if it could not, or if the memory was closed. */
-bool tu_direct_read(const tu_access_path_t *path, const tu_run_t *pieces, size_t count)
+/* Reads ranges of the memory, at most TU_MOST_RANGES: with the token, that is below IOV_MAX. Returns false if it could not, or if the memory was closed. */
+bool tu_direct_read(const tu_access_path_t *path, const tu_range_t *pieces, size_t count)
 {
-    struct iovec local[MOST_PIECES + 1], remote[MOST_PIECES + 1];
+    struct iovec local[TU_MOST_RANGES + 1], remote[TU_MOST_RANGES + 1];
     char token[TU_TOKEN_SIZE];
     ssize_t expected = TU_TOKEN_SIZE;
     size_t i;
@@ -41,7 +41,7 @@ bool tu_direct_read(const tu_access_path_t *path, const tu_run_t *pieces, size_t
            memcmp(token, path->token, sizeof(token)) == 0;
 }
 
-/* Whether the process `pid` is the memory's owner, and lets us read it. */
+/* Returns true if the process `pid` is the memory's owner, and lets us read it. */
 bool tu_direct_allowed(const tu_access_path_t *path)
 {
     return tu_direct_read(path, NULL, 0);

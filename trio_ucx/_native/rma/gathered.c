@@ -3,42 +3,42 @@
 
 #include "rma/transfer.h"
 
-/* Describes the runs of a part as its request says them. Returns false if there is no memory. */
+/* Builds the ranges of a part's request and, for a put, its iov. Returns false if there is no memory. */
 bool tu_gathered_prepare(tu_transfer_t *part)
 {
-    const tu_run_t *runs = tu_runs_of(part);
-    size_t i, count      = part->run_count;
+    const tu_range_t *ranges = tu_ranges_of(part);
+    size_t i, count      = part->range_count;
 
-    part->ranges = tu_calloc(count, sizeof(*part->ranges));
+    part->wire_ranges = tu_calloc(count, sizeof(*part->wire_ranges));
     part->iov    = part->kind == TU_TRANSFER_PUT ? tu_calloc(count + 1, sizeof(*part->iov)) : NULL;
-    if (part->ranges == NULL || (part->kind == TU_TRANSFER_PUT && part->iov == NULL)) {
+    if (part->wire_ranges == NULL || (part->kind == TU_TRANSFER_PUT && part->iov == NULL)) {
         return false;
     }
     for (i = 0; i < count; i++) {
-        part->ranges[i].offset = tu_le64_from(runs[i].offset);
-        part->ranges[i].length = tu_le64_from(runs[i].length);
+        part->wire_ranges[i].offset = tu_le64_from(ranges[i].offset);
+        part->wire_ranges[i].length = tu_le64_from(ranges[i].length);
         if (part->iov != NULL) {
-            part->iov[i + 1] = (ucp_dt_iov_t){.buffer = runs[i].buffer, .length = runs[i].length};
+            part->iov[i + 1] = (ucp_dt_iov_t){.buffer = ranges[i].buffer, .length = ranges[i].length};
         }
     }
     if (part->iov != NULL) {
-        part->iov[0] = (ucp_dt_iov_t){.buffer = part->ranges, .length = count * sizeof(*part->ranges)};
+        part->iov[0] = (ucp_dt_iov_t){.buffer = part->wire_ranges, .length = count * sizeof(*part->wire_ranges)};
     }
     return true;
 }
 
 /* Copies the data of an answer to where it belongs. */
-void tu_gathered_scatter(const tu_run_t *runs, size_t count, const char *data)
+void tu_gathered_scatter(const tu_range_t *ranges, size_t count, const char *data)
 {
     size_t i;
 
     for (i = 0; i < count; i++) {
-        memcpy(runs[i].buffer, data, runs[i].length);
-        data += runs[i].length;
+        memcpy(ranges[i].buffer, data, ranges[i].length);
+        data += ranges[i].length;
     }
 }
 
-/* Whether a peer's ranges are in memory of `limit` bytes, and of `length` bytes in all. */
+/* Returns true if a peer's ranges are in memory of `limit` bytes, and of `length` bytes in all. */
 bool tu_gathered_check(const tu_remote_range_t *ranges, size_t count, uint64_t limit, uint64_t length)
 {
     uint64_t total = 0;

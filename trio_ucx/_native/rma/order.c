@@ -121,7 +121,7 @@ void tu_order_dispose(tu_transfer_t *transfer)
 {
     tu_list_remove(&transfer->all_link);
     free(transfer->many);
-    free(transfer->ranges);
+    free(transfer->wire_ranges);
     free(transfer->iov);
     free(transfer);
 }

@@ -92,7 +92,7 @@ unsigned tu_memory_withdraw(tu_served_t *served)
 
     pthread_mutex_lock(&mutex);
     tu_list_remove(&served->link);
-    explicit_bzero(served->token, TU_TOKEN_SIZE); /* peers that read it by themselves refuse what they have read */
+    explicit_bzero(served->token, TU_TOKEN_SIZE); /* peers that read the memory directly see that it is gone */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     served->withdrawn = true;
     uses              = served->uses;
@@ -397,8 +397,8 @@ static ucs_status_t atomic(service_t *service, const tu_remote_request_t *reques
 
 /* ---- lists of ranges ---- */
 
-/* Gathers the ranges of a get for the answer. */
-static ucs_status_t gather(service_t *service, const tu_remote_range_t *ranges, size_t count)
+/* Describes the ranges of a get as the iov of its answer. */
+static ucs_status_t describe(service_t *service, const tu_remote_range_t *ranges, size_t count)
 {
     size_t i;
 
@@ -415,7 +415,7 @@ static ucs_status_t gather(service_t *service, const tu_remote_range_t *ranges, 
     return UCS_OK;
 }
 
-/* Validates a request with a list, and does it as a whole: stores the data of a put, gathers those of a get. *count
+/* Validates a request with a list, and does it as a whole: stores the data of a put, describes those of a get. *count
  * becomes the number of ranges. */
 static ucs_status_t do_list(service_t *service, const tu_remote_request_t *request, const char *data, size_t length,
                             size_t *count)
@@ -434,7 +434,7 @@ static ucs_status_t do_list(service_t *service, const tu_remote_request_t *reque
     }
     memcpy(ranges, data, *count * sizeof(*ranges)); /* the data are not aligned */
     data         += *count * sizeof(*ranges);
-    first.offset  = ranges[0].offset;
+    first.offset  = ranges[0].offset; /* hold() checks the first range, the next call all of them */
     status        = hold(&first, put ? TU_ACCESS_WRITE : TU_ACCESS_READ, tu_le64_to(ranges[0].length), &service->served);
     if (status != UCS_OK) {
         return status;
@@ -443,7 +443,7 @@ static ucs_status_t do_list(service_t *service, const tu_remote_request_t *reque
         return UCS_ERR_INVALID_ADDR;
     }
     if (!put) {
-        return gather(service, ranges, *count);
+        return describe(service, ranges, *count);
     }
     for (i = 0; i < *count; i++) {
         tu_mapped_store(service->served->address + tu_le64_to(ranges[i].offset), data, tu_le64_to(ranges[i].length));

@@ -1,12 +1,13 @@
-/* Transfers that one message (or one call of UCX's put and get) cannot do, because they are long, or of several runs of
- * bytes: each message is a part, a transfer of its own. A part is made when it may begin, so a list of a million blocks takes the memory of
- * TU_REMOTE_WINDOW of them. It is in the endpoint's list in front of the whole, which leaves it after its last part.
+/* Transfers that one message (or one call of UCX's put and get) cannot do, because they are long, or of several ranges.
+ * Each message is a *part*, a transfer of its own, of the *whole*. A part is made when the window has room for it, so at
+ * most TU_REMOTE_WINDOW of them exist. It stands before its whole in the endpoint's list; the whole leaves the list after
+ * its last part.
  */
 #include <string.h>
 
 #include "rma/transfer.h"
 
-#define GATHERED (64 * 1024)   /* bytes of data that several runs in one message may have */
+#define GATHERED (64 * 1024)   /* bytes of data of several ranges in one message, at most */
 #define SMALLEST_PIECE 1024    /* a message with less room than that is full */
 
 static bool has_begun_all(const tu_transfer_t *whole)
@@ -14,7 +15,7 @@ static bool has_begun_all(const tu_transfer_t *whole)
     return whole->status != UCS_OK || whole->cursor.total == whole->length;
 }
 
-static void count(const tu_transfer_t *whole)
+static void update_progress(const tu_transfer_t *whole)
 {
     const tu_transfer_t *first = TU_LIST_FIRST(&whole->parts, tu_transfer_t, part_link);
     uint64_t done              = first == NULL ? whole->cursor.total : first->position;
@@ -54,14 +55,14 @@ static void part_done(void *owner, ucs_status_t status)
         whole->failed_at = part->position < whole->failed_at ? part->position : whole->failed_at;
         stop(whole, status);
     }
-    count(whole);
+    update_progress(whole);
     end_if_done(whole);
 }
 
-/* Takes the runs of the next part from the whole: as many as go into one message. Returns how many; 0: none is left. */
-static size_t take(tu_transfer_t *whole, tu_run_t *pieces)
+/* Takes the ranges of the next part from the whole: as many as go into one message. Returns how many; 0: none is left. */
+static size_t take(tu_transfer_t *whole, tu_range_t *pieces)
 {
-    const tu_run_t *runs = tu_runs_of(whole);
+    const tu_range_t *ranges = tu_ranges_of(whole);
     bool on_host         = whole->memory <= TU_MEMORY_HOST;
     uint64_t longest     = on_host && whole->path.part > 0 ? whole->path.part : UINT64_MAX;
     uint64_t room        = on_host && whole->path.messages ? (longest < GATHERED ? longest : GATHERED) : 0;
@@ -69,7 +70,7 @@ static size_t take(tu_transfer_t *whole, tu_run_t *pieces)
     tu_cursor_t next     = whole->cursor;
     uint64_t most        = longest;
 
-    while (count < TU_MOST_RANGES && tu_cursor_next(&next, runs, whole->run_count, most, &pieces[count]) &&
+    while (count < TU_MOST_RANGES && tu_cursor_next(&next, ranges, whole->range_count, most, &pieces[count]) &&
            (count == 0 || whole->path.part > 0 || pieces[count].length <= room)) {
         whole->cursor = next;
         room -= pieces[count].length < room ? pieces[count].length : room;
@@ -85,8 +86,8 @@ static size_t take(tu_transfer_t *whole, tu_run_t *pieces)
     return count;
 }
 
-/* Gives a part its runs. Returns false if there is no memory. */
-static bool set_runs(tu_transfer_t *part, const tu_run_t *pieces, size_t count)
+/* Gives a part its ranges. Returns false if there is no memory. */
+static bool set_ranges(tu_transfer_t *part, const tu_range_t *pieces, size_t count)
 {
     size_t i;
 
@@ -96,7 +97,7 @@ static bool set_runs(tu_transfer_t *part, const tu_run_t *pieces, size_t count)
     part->one       = pieces[0];
     part->buffer    = pieces[0].buffer;
     part->offset    = pieces[0].offset;
-    part->run_count = count;
+    part->range_count = count;
     if (count == 1) {
         return true;
     }
@@ -119,7 +120,7 @@ static void no_memory(tu_transfer_t *whole, uint64_t position)
 static void begin(tu_transfer_t *whole)
 {
     tu_transfers_t *transfers = tu_transfers_of(whole->endpoint);
-    tu_run_t pieces[TU_MOST_RANGES];
+    tu_range_t pieces[TU_MOST_RANGES];
     uint64_t position         = whole->cursor.total;
     size_t count              = whole->status == UCS_OK ? take(whole, pieces) : 0;
     tu_transfer_t *part;
@@ -132,7 +133,7 @@ static void begin(tu_transfer_t *whole)
         no_memory(whole, position);
         return;
     }
-    if (!set_runs(part, pieces, count)) {
+    if (!set_ranges(part, pieces, count)) {
         tu_order_dispose(part);
         no_memory(whole, position);
         return;

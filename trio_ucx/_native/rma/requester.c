@@ -45,9 +45,9 @@ void tu_requester_prepare(tu_transfer_t *transfer)
     }
     request->offset = tu_le64_from(transfer->offset);
     request->length = tu_le64_from(transfer->length);
-    if (transfer->ranges != NULL) {
+    if (transfer->wire_ranges != NULL) {
         request->kind   = transfer->kind == TU_TRANSFER_PUT ? TU_REMOTE_PUT_LIST : TU_REMOTE_GET_LIST;
-        request->offset = tu_le64_from(transfer->run_count);
+        request->offset = tu_le64_from(transfer->range_count);
     }
     memcpy(request->token, transfer->path.token, sizeof(request->token));
 }
@@ -86,14 +86,14 @@ static void begin(tu_transfer_t *transfer)
 
     if (transfer->iov != NULL) {
         data                = transfer->iov;
-        length              = transfer->run_count + 1;
+        length              = transfer->range_count + 1;
         param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE;
         param.datatype      = ucp_dt_make_iov();
         param.flags        |= UCP_AM_SEND_FLAG_EAGER;
         tu_set_memory(&param, TU_MEMORY_HOST);
-    } else if (transfer->ranges != NULL) {
-        data   = transfer->ranges;
-        length = transfer->run_count * sizeof(*transfer->ranges);
+    } else if (transfer->wire_ranges != NULL) {
+        data   = transfer->wire_ranges;
+        length = transfer->range_count * sizeof(*transfer->wire_ranges);
         tu_set_memory(&param, TU_MEMORY_HOST);
         param.flags |= UCP_AM_SEND_FLAG_EAGER;
     } else if (transfer->kind == TU_TRANSFER_PUT) {
@@ -203,9 +203,9 @@ void tu_requester_answered(tu_rma_t *rma, const tu_remote_answer_t *answer, void
     } else if (length != transfer->length || (!rendezvous && transfer->memory > TU_MEMORY_HOST)) {
         tu_transfer_conclude(transfer, UCS_ERR_IO_ERROR);
     } else if (!rendezvous) {
-        tu_gathered_scatter(tu_runs_of(transfer), transfer->run_count, data);
+        tu_gathered_scatter(tu_ranges_of(transfer), transfer->range_count, data);
         tu_transfer_conclude(transfer, UCS_OK);
-    } else if (transfer->ranges != NULL) {
+    } else if (transfer->wire_ranges != NULL) {
         tu_transfer_conclude(transfer, UCS_ERR_IO_ERROR); /* nobody asked for that */
     } else {
         forget(transfer); /* a second answer is not taken */

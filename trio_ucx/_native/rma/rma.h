@@ -1,15 +1,14 @@
-/* Remote memory between two trio_ucx peers, without UCX's own puts and gets, as far as the rest of the C code
- * needs it.
+/* Remote memory, as far as the rest of the C code needs it. UCX's own puts and gets of one buffer are in memory.c.
  *
  *   transfer.c    posts and cancels puts, gets and atomics; fences and flushes
  *   order.c       the order in which an endpoint's transfers begin, and their end
  *   mapped.c      memory that this process has mapped: load, store, and the processor's atomics
  *   direct.c      memory of a process of this machine, that this one may read (process_vm_readv)
- *   copies.c      long copies out of and into the two: piece by piece
+ *   copies.c      copies, step by step: of mapped memory both ways, of another process's memory out of it only
  *   requester.c   memory that this process does not reach: messages to the owner, and its answers
- *   parts.c       long transfers, and lists of blocks, by messages: part by part
+ *   parts.c       long transfers and lists of blocks, by messages or UCX's own puts and gets: part by part
  *   gathered.c    requests for several ranges at once
- *   runs.c        lists of blocks: checks them, and joins neighbours
+ *   ranges.c      lists of blocks: checks their numbers, and joins neighbours
  *   owner.c       the owner's side: memory that peers may use, and answers to them
  *   memory.c      registered memory and remote keys; UCX's own puts and gets
  *
@@ -22,7 +21,7 @@
  *   tu_rma_t                    tu_worker_create        tu_worker_destroy              as the argument of callbacks
  *   tu_transfers_t              the first transfer      closing the endpoint           no
  *   tu_transfer_t               tu_transfer_begin,      when the owner and UCX are     its request, and itself as the
- *                               tu_endpoint_flush       done with it; the rest by      argument of callbacks
+ *                               parts.c, a flush        done with it; the rest by      argument of callbacks
  *                                                       tu_worker_destroy
  *   service_t (owner.c)         the callback that got   when the answer was sent; the  its answer, and itself as the
  *                               the request             rest by tu_worker_destroy      argument of callbacks
@@ -51,11 +50,11 @@ typedef enum tu_transfer_kind {
 } tu_transfer_kind_t;
 
 /* Bytes that follow each other, here and in the remote memory. */
-typedef struct tu_run {
+typedef struct tu_range {
     char *buffer;
     uint64_t offset;           /* in the remote memory */
     uint64_t length;
-} tu_run_t;
+} tu_range_t;
 
 /* What an atomic does to an integer. Of smaller integers the low bits count. */
 typedef struct tu_atomic_terms {
@@ -70,10 +69,10 @@ typedef struct tu_transfer_params {
     const tu_access_path_t *path;
     tu_transfer_kind_t kind;
     bool late;
-    tu_run_t run;              /* of an atomic: where the old value goes (NULL unless it is late); 4 or 8 bytes */
-    tu_run_t *runs;            /* several instead: tu_transfer_begin takes them over, and frees them; else NULL */
-    size_t run_count;
-    uint64_t shortest;         /* of the blocks in the runs, bytes */
+    tu_range_t range;              /* of an atomic: where the old value goes (NULL unless it is late); 4 or 8 bytes */
+    tu_range_t *ranges;            /* several instead: tu_transfer_begin takes them over, and frees them; else NULL */
+    size_t range_count;
+    uint64_t shortest;         /* of the blocks in the ranges, bytes */
     uint64_t *progress;        /* counts the bytes, from the beginning, that are done; NULL: nobody asks */
     tu_atomic_terms_t atomic;
     int memory;                /* the kind of memory of the buffers */

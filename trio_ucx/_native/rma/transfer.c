@@ -1,6 +1,7 @@
-/* Posts atomics, and puts and gets without UCX's own. They are carried out in the order of their posting (order.c): by
- * load, store and the processor's atomics if this process has mapped the memory (mapped.c), by reading it if the
- * kernel lets it (direct.c), else by messages to its owner (requester.c, parts.c).
+/* Posts puts, gets and atomics. They are carried out in the order of their posting (order.c): by
+ * load, store and the processor's atomics if this process has mapped the memory (mapped.c), by process_vm_readv where
+ * the kernel allows it (direct.c), else by messages to its owner (requester.c, parts.c). Lists may also use UCX's own
+ * puts and gets (memory.c).
  */
 #include <string.h>
 
@@ -15,10 +16,10 @@ static const tu_transfer_method_t *choose_method(const tu_transfer_params_t *par
     if (transfer->path.local != NULL || transfer->path.pid != 0) {
         return &tu_copies_method;
     }
-    return !transfer->path.messages || transfer->run_count > 1 || transfer->cursor.total > 0 || (part > 0 && transfer->length > part) ? &tu_parts_method : &tu_requester_method;
+    return !transfer->path.messages || transfer->range_count > 1 || transfer->cursor.total > 0 || (part > 0 && transfer->length > part) ? &tu_parts_method : &tu_requester_method;
 }
 
-/* Adds a transfer to the endpoint's list. It takes over the runs. */
+/* Adds a transfer to the endpoint's list. It takes over the ranges. */
 static tu_transfer_t *add(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, const tu_access_path_t *path,
                           uint64_t length, const tu_cursor_t *cursor)
 {
@@ -28,11 +29,11 @@ static tu_transfer_t *add(tu_endpoint_t *endpoint, const tu_transfer_params_t *p
         return NULL;
     }
     transfer->late      = params->late;
-    transfer->one       = params->run;
-    transfer->many      = params->runs;
-    transfer->run_count = params->runs != NULL ? params->run_count : 1;
-    transfer->buffer    = tu_runs_of(transfer)->buffer;
-    transfer->offset    = tu_runs_of(transfer)->offset;
+    transfer->one       = params->range;
+    transfer->many      = params->ranges;
+    transfer->range_count = params->ranges != NULL ? params->range_count : 1;
+    transfer->buffer    = tu_ranges_of(transfer)->buffer;
+    transfer->offset    = tu_ranges_of(transfer)->offset;
     transfer->length    = length;
     transfer->memory    = params->memory;
     transfer->cursor    = *cursor;
@@ -47,16 +48,16 @@ static tu_transfer_t *add(tu_endpoint_t *endpoint, const tu_transfer_params_t *p
     return transfer;
 }
 
-/* Whether a transfer may happen before this call returns: nothing that was posted before it has to begin first. */
+/* Returns true if nothing that was posted before has to begin first. */
 static bool may_begin(const tu_transfers_t *transfers)
 {
     return transfers == NULL ||
            (transfers->waiting == NULL && !(transfers->fence && !tu_list_is_empty(&transfers->list)));
 }
 
-/* Does as much of a transfer as this call may take time for. Returns false if something is left; messages do that if
- * the path is changed. */
-static bool do_at_once(const tu_transfer_params_t *params, tu_access_path_t *path, const tu_run_t *runs, size_t count,
+/* Does what can be done in TU_SEQUENCE_SLICE. Returns false if something is left. If the kernel refuses, it clears
+ * path->pid: then messages do the rest. */
+static bool do_at_once(const tu_transfer_params_t *params, tu_access_path_t *path, const tu_range_t *ranges, size_t count,
                        uint64_t length, tu_cursor_t *cursor)
 {
     uint64_t end = length > TU_COPIED_AT_ONCE ? tu_now() + TU_SEQUENCE_SLICE : 0;
@@ -64,7 +65,7 @@ static bool do_at_once(const tu_transfer_params_t *params, tu_access_path_t *pat
     if (params->kind == TU_TRANSFER_ATOMIC) {
         if (path->local != NULL) {
             tu_transfer_store_integer(
-                runs->buffer, tu_mapped_atomic(&params->atomic, path->local + runs->offset, length), length);
+                ranges->buffer, tu_mapped_atomic(&params->atomic, path->local + ranges->offset, length), length);
         }
         return path->local != NULL;
     }
@@ -72,7 +73,7 @@ static bool do_at_once(const tu_transfer_params_t *params, tu_access_path_t *pat
         return false;
     }
     do {
-        if (!tu_copies_step(path, params->kind == TU_TRANSFER_PUT, runs, count, cursor)) {
+        if (!tu_copies_step(path, params->kind == TU_TRANSFER_PUT, ranges, count, cursor)) {
             path->pid = 0;
             return false;
         }
@@ -85,8 +86,8 @@ static bool do_at_once(const tu_transfer_params_t *params, tu_access_path_t *pat
 
 ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, tu_transfer_t **out)
 {
-    const tu_run_t *runs  = params->runs != NULL ? params->runs : &params->run;
-    size_t count          = params->runs != NULL ? params->run_count : 1;
+    const tu_range_t *ranges  = params->ranges != NULL ? params->ranges : &params->range;
+    size_t count          = params->ranges != NULL ? params->range_count : 1;
     tu_access_path_t path = *params->path;
     ucs_status_t verdict  = UCS_INPROGRESS;
     uint64_t length       = 0;
@@ -96,26 +97,26 @@ ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params
 
     *out = NULL;
     for (i = 0; i < count; i++) {
-        length += runs[i].length;
+        length += ranges[i].length;
     }
     if (params->memory > TU_MEMORY_HOST) {
         path.local = NULL;
     }
     if (params->memory > TU_MEMORY_HOST ||
-        !tu_direct_takes(&path, params->kind, params->runs != NULL ? params->shortest : length)) {
+        !tu_direct_takes(&path, params->kind, params->ranges != NULL ? params->shortest : length)) {
         path.pid = 0;
     }
     if (path.local == NULL && !path.messages && path.rkey == NULL) {
-        free(params->runs);
+        free(params->ranges);
         return UCS_ERR_UNSUPPORTED;
     }
-    if (may_begin(tu_transfers_of(endpoint)) && do_at_once(params, &path, runs, count, length, &cursor)) {
-        free(params->runs);
+    if (may_begin(tu_transfers_of(endpoint)) && do_at_once(params, &path, ranges, count, length, &cursor)) {
+        free(params->ranges);
         return UCS_OK;
     }
     transfer = add(endpoint, params, &path, length, &cursor);
     if (transfer == NULL) {
-        free(params->runs);
+        free(params->ranges);
         return UCS_ERR_NO_MEMORY;
     }
     transfer->verdict = &verdict;
@@ -155,7 +156,7 @@ static int64_t post_transfer(tu_endpoint_t *endpoint, tu_transfer_params_t *para
     int64_t verdict = tu_post_begin(&post, endpoint->worker, NULL);
 
     if (verdict != 0) {
-        free(params->runs);
+        free(params->ranges);
         return verdict;
     }
     params->done  = operation_done;
@@ -181,21 +182,21 @@ int64_t tu_transfer(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_pat
     params = (tu_transfer_params_t){
         .path   = path,
         .kind   = put ? TU_TRANSFER_PUT : TU_TRANSFER_GET,
-        .run    = {.buffer = address, .offset = offset, .length = length},
+        .range  = {.buffer = address, .offset = offset, .length = length},
         .memory = memory,
         .scope  = scope,
     };
     return post_transfer(endpoint, &params);
 }
 
-static int64_t post_list(tu_endpoint_t *endpoint, tu_transfer_params_t *params, tu_run_t *runs)
+static int64_t post_list(tu_endpoint_t *endpoint, tu_transfer_params_t *params, tu_range_t *ranges)
 {
-    params->runs = runs;
-    if (runs == NULL) {
+    params->ranges = ranges;
+    if (ranges == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
     if (params->memory > TU_MEMORY_HOST && !(endpoint->worker->memory_types >> (params->memory - 1) & 1)) {
-        free(runs);
+        free(ranges);
         return UCS_ERR_UNSUPPORTED;
     }
     return post_transfer(endpoint, params);
@@ -222,7 +223,7 @@ int64_t tu_transfer_blocks(tu_endpoint_t *endpoint, uint64_t scope, const tu_acc
         return UCS_ERR_INVALID_PARAM;
     }
     return post_list(endpoint, &params,
-                     tu_runs_of_blocks(buffer, local, offset, remote, count, size, &params.run_count));
+                     tu_ranges_of_blocks(buffer, local, offset, remote, count, size, &params.range_count));
 }
 
 /* Does an atomic to an integer of `length` bytes (4 or 8), whose address is a multiple of that. `old`: where its old
@@ -242,7 +243,7 @@ int64_t tu_transfer_atomic(tu_endpoint_t *endpoint, uint64_t scope, const tu_acc
         .path   = path,
         .kind   = TU_TRANSFER_ATOMIC,
         .late   = old != NULL,
-        .run    = {.buffer = old, .offset = offset, .length = length},
+        .range  = {.buffer = old, .offset = offset, .length = length},
         .atomic = {.operation = operation, .operand = operand, .swapped = swapped},
         .memory = TU_MEMORY_HOST,
         .scope  = scope,
@@ -257,7 +258,7 @@ int64_t tu_transfer_buffers(tu_endpoint_t *endpoint, uint64_t scope, const tu_ac
     tu_transfer_params_t params = {
         .path      = path,
         .kind      = put ? TU_TRANSFER_PUT : TU_TRANSFER_GET,
-        .run_count = buffers->count,
+        .range_count = buffers->count,
         .shortest  = UINT64_MAX,
         .progress  = progress,
         .memory    = buffers->memory,
@@ -271,7 +272,7 @@ int64_t tu_transfer_buffers(tu_endpoint_t *endpoint, uint64_t scope, const tu_ac
         }
         params.shortest = buffers->lengths[i] < params.shortest ? buffers->lengths[i] : params.shortest;
     }
-    return post_list(endpoint, &params, tu_runs_of_buffers(buffers, offsets));
+    return post_list(endpoint, &params, tu_ranges_of_buffers(buffers, offsets));
 }
 
 static void flushed(void *request, ucs_status_t status, void *user_data)

@@ -72,11 +72,11 @@ typedef struct tu_transfer_method {
     void (*end)(tu_transfer_t *transfer); /* of one that has begun, and not happened: forgets it */
 } tu_transfer_method_t;
 
-/* How far a transfer of several runs has come. */
+/* How far a transfer of several ranges has come. */
 typedef struct tu_cursor {
-    size_t run;
-    uint64_t in_run;           /* bytes of that run */
-    uint64_t total;            /* bytes of all runs */
+    size_t range;
+    uint64_t in_range;           /* bytes of that range */
+    uint64_t total;            /* bytes of all ranges */
 } tu_cursor_t;
 
 struct tu_transfer {
@@ -95,27 +95,27 @@ struct tu_transfer {
     tu_transfer_done_t done;   /* NULL: it was called */
     void *owner;
     ucs_status_t *verdict;     /* of a transfer that completes before its begin returns */
-    char *buffer;              /* of the first run */
-    uint64_t offset;           /* of the first run */
-    uint64_t length;           /* of all runs */
+    char *buffer;              /* of the first range */
+    uint64_t offset;           /* of the first range */
+    uint64_t length;           /* of all ranges */
     int memory;
     const tu_transfer_method_t *method; /* of a flush: NULL */
     tu_access_path_t path;
-    tu_run_t one;              /* the run of a transfer that has only one */
-    tu_run_t *many;            /* else: its runs, which it owns */
-    size_t run_count;
+    tu_range_t one;              /* the range of a transfer that has only one */
+    tu_range_t *many;            /* else: its ranges, which it owns */
+    size_t range_count;
     tu_cursor_t cursor;        /* what was copied, or of which parts have begun */
     uint64_t *progress;        /* bytes, from the beginning, that are done; NULL: nobody asks */
     ucs_status_t status;
     uint64_t scope;
     tu_list_t parts;           /* those that are not over: parts.c */
     uint64_t failed_at;        /* the first byte of the first part that failed */
-    bool held;                 /* does not end now */
+    bool held;                 /* a part of it is being posted: it does not end now */
     tu_transfer_t *whole;      /* of a part */
     tu_list_t part_link;       /* in the list of its whole */
-    uint64_t position;         /* in its whole */
-    tu_remote_range_t *ranges; /* of a request with a list; UCX sends it from here */
-    ucp_dt_iov_t *iov;         /* the same, of a put: the ranges and the data */
+    uint64_t position;         /* of its first byte, in its whole */
+    tu_remote_range_t *wire_ranges; /* of a request with a list; UCX sends it from here */
+    ucp_dt_iov_t *iov;         /* of a put with a list: the ranges, then the data; the same */
     tu_atomic_terms_t atomic;
     uint64_t id;               /* of its request */
     tu_remote_request_t request; /* UCX sends it from here */
@@ -146,28 +146,28 @@ typedef struct tu_rma {
     bool unfenced;             /* UCX has had puts or gets since the last fence */
 } tu_rma_t;
 
-static inline const tu_run_t *tu_runs_of(const tu_transfer_t *transfer)
+static inline const tu_range_t *tu_ranges_of(const tu_transfer_t *transfer)
 {
     return transfer->many != NULL ? transfer->many : &transfer->one;
 }
 
-/* Takes the next piece of at most `most` bytes from the runs. Returns false at their end. */
-static inline bool tu_cursor_next(tu_cursor_t *cursor, const tu_run_t *runs, size_t count, uint64_t most,
-                                  tu_run_t *piece)
+/* Takes the next bytes of a range, at most `most`. Returns false at their end. */
+static inline bool tu_cursor_next(tu_cursor_t *cursor, const tu_range_t *ranges, size_t count, uint64_t most,
+                                  tu_range_t *piece)
 {
-    const tu_run_t *run = &runs[cursor->run];
+    const tu_range_t *range = &ranges[cursor->range];
 
-    if (cursor->run == count) {
+    if (cursor->range == count) {
         return false;
     }
-    piece->buffer = run->buffer + cursor->in_run;
-    piece->offset = run->offset + cursor->in_run;
-    piece->length = run->length - cursor->in_run < most ? run->length - cursor->in_run : most;
+    piece->buffer = range->buffer + cursor->in_range;
+    piece->offset = range->offset + cursor->in_range;
+    piece->length = range->length - cursor->in_range < most ? range->length - cursor->in_range : most;
     cursor->total += piece->length;
-    cursor->in_run += piece->length;
-    if (cursor->in_run == run->length) {
-        cursor->run++;
-        cursor->in_run = 0;
+    cursor->in_range += piece->length;
+    if (cursor->in_range == range->length) {
+        cursor->range++;
+        cursor->in_range = 0;
     }
     return true;
 }
@@ -204,13 +204,13 @@ uint64_t tu_mapped_atomic(const tu_atomic_terms_t *atomic, char *at, uint64_t le
 
 /* direct.c */
 bool tu_direct_takes(const tu_access_path_t *path, tu_transfer_kind_t kind, uint64_t shortest);
-bool tu_direct_read(const tu_access_path_t *path, const tu_run_t *pieces, size_t count);
+bool tu_direct_read(const tu_access_path_t *path, const tu_range_t *pieces, size_t count);
 
 /* copies.c */
 #define TU_COPIED_AT_ONCE (1024 * 1024) /* bytes */
 void tu_copies_open(tu_rma_t *rma);
 void tu_copies_close(tu_rma_t *rma);
-bool tu_copies_step(const tu_access_path_t *path, bool put, const tu_run_t *runs, size_t count, tu_cursor_t *cursor);
+bool tu_copies_step(const tu_access_path_t *path, bool put, const tu_range_t *ranges, size_t count, tu_cursor_t *cursor);
 extern const tu_transfer_method_t tu_copies_method;
 
 /* requester.c */
@@ -224,17 +224,17 @@ extern const tu_transfer_method_t tu_ucx_method;
 
 /* gathered.c */
 bool tu_gathered_prepare(tu_transfer_t *part);
-void tu_gathered_scatter(const tu_run_t *runs, size_t count, const char *data);
+void tu_gathered_scatter(const tu_range_t *ranges, size_t count, const char *data);
 bool tu_gathered_check(const tu_remote_range_t *ranges, size_t count, uint64_t limit, uint64_t length);
 
 /* parts.c */
 extern const tu_transfer_method_t tu_parts_method;
 void tu_parts_cancel(tu_transfer_t *whole);
 
-/* runs.c */
-tu_run_t *tu_runs_of_blocks(char *buffer, const int64_t *local, uint64_t offset, const int64_t *remote, size_t count,
-                            uint64_t size, size_t *run_count);
-tu_run_t *tu_runs_of_buffers(const tu_buffers_t *buffers, const uint64_t *offsets);
+/* ranges.c */
+tu_range_t *tu_ranges_of_blocks(char *buffer, const int64_t *local, uint64_t offset, const int64_t *remote, size_t count,
+                            uint64_t size, size_t *range_count);
+tu_range_t *tu_ranges_of_buffers(const tu_buffers_t *buffers, const uint64_t *offsets);
 
 /* owner.c */
 ucs_status_t tu_owner_open(tu_rma_t *rma);

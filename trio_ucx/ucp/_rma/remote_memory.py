@@ -160,8 +160,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         Cancellation: returns at once; the buffer stays pinned until UCX lets go of it.
 
         Raises:
-            TypeError, ValueError: not a writable contiguous buffer (lists of them UCX does not take); beyond the end;
-                not allowed by :attr:`access`; closed.
+            TypeError, ValueError: not one writable contiguous buffer (see :meth:`get_blocks`); beyond the end; not
+                allowed by :attr:`access`; closed.
             RuntimeError, UCXError, OSError: as for :meth:`get`.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
@@ -174,13 +174,13 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     async def put(self, data: Contiguous, offset: int = 0) -> None:
         """Writes into the peer's memory: by store, by a message to its owner, or by ``ucp_put_nbx`` (docs/ucp.md).
 
-        Returns when ``data`` may be used again. The peer is not told; send it a message after :meth:`flush`.
+        Returns when ``data`` may be used again. The peer does not notice; send it a message after :meth:`flush`.
 
         Cancellation: the data may or may not be written, wholly or in part; it stays pinned until UCX lets go of it.
 
         Raises:
-            TypeError, ValueError: not a contiguous buffer (lists of them UCX does not take); beyond the end; not
-                allowed by :attr:`access`; closed.
+            TypeError, ValueError: not one contiguous buffer (see :meth:`put_blocks`); beyond the end; not allowed by
+                :attr:`access`; closed.
             RuntimeError, UCXError, OSError: as for :meth:`get`; but :meth:`flush` raises what the owner refused later.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
@@ -213,7 +213,9 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def connect(self) -> None:
-        """Waits until it is known how to reach the memory. Other methods do so by themselves; :meth:`map` cannot wait.
+        """Waits until the endpoint is connected, and the access path known.
+
+        Other async methods do this by themselves. Call it before :meth:`map`, and before a request group.
 
         Cancellation: it has no effect.
 
@@ -230,11 +232,11 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     async def get_blocks(
         self, blocks: Iterable[tuple[int, WritableContiguous]], *, progress: BlockProgress | None = None
     ) -> None:
-        """Reads pieces of this memory into buffers: as :meth:`get_into` for each, but in one call.
+        """Reads blocks of this memory into buffers: as :meth:`get_into` for each, but in one call.
 
         Args:
-            blocks: pairs of an offset and a buffer. For blocks of one size, :meth:`plan` is faster.
-            progress: counts the blocks, from the first one on, that are there.
+            blocks: pairs of an offset and a buffer. For blocks of one size in one buffer, :meth:`plan` is faster.
+            progress: counts the blocks that have arrived.
 
         Cancellation: returns at once; no further block is asked for. The buffers stay pinned until UCX lets go of them.
 
@@ -251,17 +253,17 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     async def put_blocks(
         self, blocks: Iterable[tuple[int, Contiguous]], *, progress: BlockProgress | None = None
     ) -> None:
-        """Writes buffers into pieces of this memory: as :meth:`put` for each, but in one call.
+        """Writes buffers into blocks of this memory: as :meth:`put` for each, but in one call.
 
         Args:
             blocks: pairs of an offset and a buffer.
-            progress: counts the blocks, from the first one on, whose buffers may be used again.
+            progress: counts the blocks whose buffers may be used again.
 
         Cancellation: any of the blocks may be written, or not, or in part. The buffers stay pinned until UCX lets go of
         them.
 
         Raises:
-            TypeError, ValueError: not such pairs; an empty buffer; pieces that overlap; as for :meth:`put`.
+            TypeError, ValueError: not such pairs; an empty buffer; blocks that overlap; as for :meth:`put`.
             RuntimeError, UCXError, OSError: as for :meth:`put`.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
@@ -524,8 +526,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         try:
             if pins.address is None:
                 raise TypeError(
-                    "UCX has no gather and scatter, and no strided arrays, for remote memory: take contiguous buffers "
-                    "one by one"
+                    "this takes one contiguous buffer; for several call get_blocks() or put_blocks(). There are no "
+                    "strided arrays for remote memory"
                 )
             self._check(access, doing, offset, pins.size)
         except BaseException:

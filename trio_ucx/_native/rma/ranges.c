@@ -1,7 +1,7 @@
-/* Lists of blocks: checks the numbers of blocks, and makes runs of them, each of neighbours on both sides. */
+/* Lists of blocks: checks their numbers, and makes ranges of them. Neighbours on both sides are one range. */
 #include "rma/transfer.h"
 
-/* The first index at which a list has a number that is not one of `limit` blocks; `count`: there is none. */
+/* Returns the first index whose number is negative or not below `limit`; `count`: there is none. */
 size_t tu_blocks_beyond(const int64_t *blocks, size_t count, uint64_t limit)
 {
     size_t i;
@@ -14,7 +14,7 @@ size_t tu_blocks_beyond(const int64_t *blocks, size_t count, uint64_t limit)
     return count;
 }
 
-/* The first index at which a list has a number that it had before; `count`: there is none. All are below `limit`.
+/* Returns the first index whose number is in the list before; `count`: there is none. All numbers are below `limit`.
  * Returns SIZE_MAX if there is no memory. */
 size_t tu_blocks_repeated(const int64_t *blocks, size_t count, uint64_t limit)
 {
@@ -36,49 +36,49 @@ size_t tu_blocks_repeated(const int64_t *blocks, size_t count, uint64_t limit)
     return i;
 }
 
-/* The runs of a list of blocks of `size` bytes. NULL: there is no memory. */
-tu_run_t *tu_runs_of_blocks(char *buffer, const int64_t *local, uint64_t offset, const int64_t *remote, size_t count,
-                            uint64_t size, size_t *run_count)
+/* Returns the ranges of a list of blocks of `size` bytes; NULL if out of memory. */
+tu_range_t *tu_ranges_of_blocks(char *buffer, const int64_t *local, uint64_t offset, const int64_t *remote, size_t count,
+                            uint64_t size, size_t *range_count)
 {
-    tu_run_t *runs = tu_calloc(count, sizeof(*runs));
-    tu_run_t *run  = runs;
+    tu_range_t *ranges = tu_calloc(count, sizeof(*ranges));
+    tu_range_t *range  = ranges;
     size_t i;
 
-    if (runs == NULL) {
+    if (ranges == NULL) {
         return NULL;
     }
-    *run = (tu_run_t){
+    *range = (tu_range_t){
         .buffer = buffer + (uint64_t)local[0] * size,
         .offset = offset + (uint64_t)remote[0] * size,
         .length = size,
     };
     for (i = 1; i < count; i++) {
         if (local[i] == local[i - 1] + 1 && remote[i] == remote[i - 1] + 1) {
-            run->length += size;
+            range->length += size;
             continue;
         }
-        *++run = (tu_run_t){
+        *++range = (tu_range_t){
             .buffer = buffer + (uint64_t)local[i] * size,
             .offset = offset + (uint64_t)remote[i] * size,
             .length = size,
         };
     }
-    *run_count = (size_t)(run - runs) + 1;
-    return runs;
+    *range_count = (size_t)(range - ranges) + 1;
+    return ranges;
 }
 
-/* The runs of buffers, of which none is empty, each with its offset in the remote memory. NULL: there is no memory. */
-tu_run_t *tu_runs_of_buffers(const tu_buffers_t *buffers, const uint64_t *offsets)
+/* Returns the ranges of buffers, none of them empty, each with its offset in the remote memory; NULL if out of memory. */
+tu_range_t *tu_ranges_of_buffers(const tu_buffers_t *buffers, const uint64_t *offsets)
 {
-    tu_run_t *runs = tu_calloc(buffers->count, sizeof(*runs));
+    tu_range_t *ranges = tu_calloc(buffers->count, sizeof(*ranges));
     size_t i;
 
-    for (i = 0; runs != NULL && i < buffers->count; i++) {
-        runs[i] = (tu_run_t){
+    for (i = 0; ranges != NULL && i < buffers->count; i++) {
+        ranges[i] = (tu_range_t){
             .buffer = buffers->addresses[i],
             .offset = offsets[i],
             .length = buffers->lengths[i],
         };
     }
-    return runs;
+    return ranges;
 }
