@@ -487,9 +487,9 @@ async def test_features_that_the_context_lacks(feature: ucp.Feature) -> None:
         uses: list[tuple[ucp.Feature, Callable[[], Any]]] = [
             (ucp.Feature.AM, lambda: endpoint.am_send(1, b"x")),
             (ucp.Feature.AM, lambda: worker.open_active_messages(1)),
-            (ucp.Feature.RMA, lambda: worker.context.register(bytearray(1))),
-            (ucp.Feature.RMA, lambda: worker.context.allocate(1)),
-            (ucp.Feature.RMA, lambda: endpoint.attach(descriptor)),
+            (ucp.Feature.AM, lambda: worker.context.register(bytearray(1))),
+            (ucp.Feature.AM, lambda: worker.context.allocate(1)),
+            (ucp.Feature.AM, lambda: endpoint.attach(descriptor)),
             (ucp.Feature.STREAM, lambda: endpoint.stream_send(b"x")),
             (ucp.Feature.STREAM, lambda: endpoint.stream_receive(bytearray(1))),
             (ucp.Feature.STREAM, lambda: endpoint.stream_receive_some()),

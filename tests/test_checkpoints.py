@@ -26,7 +26,7 @@ import trio_ucx
 import trio_ucx.anyio
 from trio_ucx import testing, ucp
 from trio_ucx.testing import open_connection_pair
-from trio_ucx.ucp import chains
+from trio_ucx.ucp import blocks, chains
 
 assert_checkpoints = trio.testing.assert_checkpoints
 
@@ -47,6 +47,7 @@ def gives_context_manager(function: Any) -> bool:
     if not function.__module__.startswith("trio_ucx"):
         return False  # inherited
     names = {
+        **vars(blocks),
         **vars(chains),
         **vars(ucp),
         **vars(trio_ucx),
@@ -68,7 +69,7 @@ def is_async(function: Any) -> bool:
 def find() -> set[str]:
     """``Class.method`` and ``function`` of all that is public and awaited, entered, or iterated over."""
     found = set()
-    for module in (trio_ucx, ucp, chains, testing, trio_ucx.anyio):
+    for module in (trio_ucx, ucp, blocks, chains, testing, trio_ucx.anyio):
         for name in getattr(module, "__all__", ()):
             if inspect.isfunction(getattr(module, name)) and is_async(getattr(module, name)):
                 found.add(name)
@@ -666,6 +667,48 @@ async def use_remote_memory(stage: Stage) -> None:
                 await remote.flush()
 
 
+@calls(
+    "Connection.attach",
+    "RemoteMemory.connect",
+    "RemoteMemory.get_blocks",
+    "RemoteMemory.put_blocks",
+    "BlockPlan.get",
+    "BlockPlan.put",
+)
+async def use_lists_of_blocks(stage: Stage) -> None:
+    with stage.worker.context.register(bytearray(2**20)) as memory:
+        with assert_checkpoints():
+            remote = await stage.client.attach(memory.descriptor)
+        with remote:
+            with assert_checkpoints():
+                await remote.connect()
+            buffer = bytearray(2**20)
+            plan = remote.plan(buffer, block=2**12)
+            for count in (0, 1, 100):
+                with assert_checkpoints():
+                    await plan.get(range(0, 2 * count, 2), range(count))
+                with assert_checkpoints():
+                    await plan.put(range(count), range(0, 2 * count, 2))
+                pieces = [(number * 2**12, bytearray(100)) for number in range(count)]
+                with assert_checkpoints():
+                    await remote.get_blocks(pieces)
+                with assert_checkpoints():
+                    await remote.put_blocks(pieces)
+            await remote.flush()
+
+
+@calls("RemoteMemory.notify", "Notifications.receive", "Notifications.__anext__")
+async def use_notifications(stage: Stage) -> None:
+    with stage.worker.context.register(bytearray(8)) as memory, stage.raw_client.attach(memory.descriptor) as remote:
+        notes = memory.notifications()
+        for receive in (notes.receive, notes.__anext__):
+            with assert_checkpoints():
+                await remote.notify(b"x")
+            with assert_checkpoints():
+                await receive()
+            await together(receive, partial(remote.notify, b"x"))
+
+
 @calls("RemoteMemory.atomic", "RemoteMemory.fetch_add", "RemoteMemory.compare_swap")
 async def use_atomics(stage: Stage) -> None:
     with stage.worker.context.allocate(8) as memory, stage.raw_client.attach(memory.descriptor) as remote:
@@ -761,6 +804,9 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
         with worker.context.allocate(64) as own, endpoint.attach(own.descriptor) as memory:
             chain = worker.new_chain()
             chain.get(memory, 0, 8)
+            plan = memory.plan(bytearray(64), block=8)
+            with worker.context.allocate(64) as other:
+                notes = other.notifications()
             async with worker.open_active_messages(1) as active:
                 await stage.raw_server.am_send(1, b"data")
                 with trio.fail_after(15):
@@ -809,9 +855,18 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
                 "Endpoint.wait_closed": endpoint.wait_closed,
                 "Listener.accept": stage.listener.accept,
                 "Messages.__anext__": lambda: anext(client.messages()),
+                "BlockPlan.get": lambda: plan.get([0], [0]),
+                "BlockPlan.put": lambda: plan.put([0], [0]),
+                "Connection.attach": lambda: client.attach(own.descriptor),
+                "Notifications.__anext__": lambda: anext(notes),
+                "Notifications.receive": notes.receive,
                 "RawListener.__anext__": lambda: anext(aiter(stage.raw_listener)),
                 "RawListener.accept_request": stage.raw_listener.accept_request,
                 "RemoteMemory.atomic": lambda: memory.atomic(ucp.AtomicOp.ADD, 1),
+                "RemoteMemory.connect": memory.connect,
+                "RemoteMemory.get_blocks": lambda: memory.get_blocks([(0, buffer)]),
+                "RemoteMemory.notify": lambda: memory.notify(b"data"),
+                "RemoteMemory.put_blocks": lambda: memory.put_blocks([(0, b"data")]),
                 "RemoteMemory.compare_swap": lambda: memory.compare_swap(1, 2),
                 "RemoteMemory.fetch_add": lambda: memory.fetch_add(1),
                 "RemoteMemory.flush": memory.flush,

@@ -174,6 +174,9 @@ async def test_a_long_transfer_is_not_taken_for_a_quiet_worker(kind: str) -> Non
                 await chain.run()
 
         with memory, endpoint.attach(descriptor) as remote:
+            await remote.connect()
+            if remote._path is not None:
+                remote._path.native.pid = 0  # so that the owner has something to do
             async with trio.open_nursery() as nursery:
                 if kind == "tag":
                     nursery.start_soon(other.tag_receive, there, 1)

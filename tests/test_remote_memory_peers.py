@@ -204,7 +204,7 @@ async def test_an_owner_checks_every_request(transports: str) -> None:
         assert bytes(memory.memoryview) == b"secret!!" * 8
         assert await ask(PUT, 60, 0, token, b"1234") == (0, b"")
         assert memory.memoryview[56:] == b"secr1234"
-        for header in (b"", b"\1", REQUEST.pack(7, 0, 1, 0, 8, token), REQUEST.pack(GET, 0, 1, 0, 8, token)[:-1]):
+        for header in (b"", b"\1", REQUEST.pack(8, 0, 1, 0, 8, token), REQUEST.pack(GET, 0, 1, 0, 8, token)[:-1]):
             await endpoint.am_send(ID, b"", header=header, reply=True)
         await endpoint.am_send(ID, b"", header=REQUEST.pack(GET, 0, 1, 0, 8, token))  # no reply asked for
         for _ in range(2):

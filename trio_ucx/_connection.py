@@ -88,6 +88,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             RuntimeError: the worker was opened without ``Feature.AM``, ``RMA``, ``AMO32`` and ``AMO64``.
             trio.ClosedResourceError, trio.BrokenResourceError: the connection was closed; the peer is gone.
         """
+        await trio.lowlevel.checkpoint_if_cancelled()
         memory = self.endpoint.attach(descriptor)
         try:
             await memory.connect()

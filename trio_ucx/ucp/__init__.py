@@ -38,6 +38,7 @@ from ._engine.statistics import WorkerStatistics
 from ._features import DEFAULT_FEATURES, Feature
 from ._listener import ConnectionRequest, RawListener
 from ._memory.foreign import DeviceBuffer, MemoryType
+from ._memory.notes import Note, Notifications
 from ._memory.registered import Access, Memory, MemoryDescriptor
 from ._memory.strided import Strided
 from ._quirks.releases import warn_if_unknown as _warn_if_unknown
@@ -69,6 +70,8 @@ __all__ = [
     "MemoryDescriptor",
     "Library",
     "MemoryType",
+    "Note",
+    "Notifications",
     "RawListener",
     "RemoteMemory",
     "Request",

@@ -80,6 +80,7 @@ class _RemoteMemory(Protocol):
     def _check_open(self) -> None: ...
     def _check(self, access: Access, doing: str, offset: int, nbytes: int) -> None: ...
     async def _reach(self, memory: int) -> AccessPath: ...
+    async def notify(self, data: Contiguous) -> None: ...
     def _posted(
         self, verdict: int, path: AccessPath, pins: Pinned | None, doing: str, keep: Any = None
     ) -> Operation | None: ...
@@ -155,7 +156,12 @@ class BlockPlan(metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def put(
-        self, local_blocks: BlockNumbers, remote_blocks: BlockNumbers, *, progress: BlockProgress | None = None
+        self,
+        local_blocks: BlockNumbers,
+        remote_blocks: BlockNumbers,
+        *,
+        progress: BlockProgress | None = None,
+        notify: Contiguous | None = None,
     ) -> None:
         """Writes block ``local_blocks[i]`` here into the peer's block ``remote_blocks[i]``, for each i.
 
@@ -166,6 +172,8 @@ class BlockPlan(metaclass=OpenedNotConstructed):
             local_blocks: numbers of blocks here.
             remote_blocks: as many numbers of blocks of the peer's, all different.
             progress: counts the blocks here that may be used again.
+            notify: calls :meth:`RemoteMemory.notify` afterwards: then this returns when the peer has all blocks, and
+                the notification.
 
         Cancellation: any of the blocks may be written, or not, or in part; those here stay pinned until UCX lets go of
         them.
@@ -176,6 +184,8 @@ class BlockPlan(metaclass=OpenedNotConstructed):
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         await self._transfer(True, local_blocks, remote_blocks, progress)
+        if notify is not None:
+            await self._remote.notify(notify)
 
     async def _transfer(
         self, put: bool, local_blocks: BlockNumbers, remote_blocks: BlockNumbers, progress: BlockProgress | None

@@ -18,6 +18,8 @@ int64_t tu_get(tu_endpoint_t *endpoint, void *address, size_t length, int memory
 
 /* transfer.c: atomics; puts and gets without UCX's own; fences, which are about these and UCX's */
 #define TU_TOKEN_SIZE 16
+#define TU_LONGEST_NOTE 4096   /* bytes of a notification */
+#define TU_MOST_NOTES 1024     /* notifications about one memory that nobody has taken */
 #define TU_REMOTE_AM_ID 4095   /* the id of the active messages by which they ask the memory's owner */
 #define TU_ATOMIC_ADD 0
 #define TU_ATOMIC_SWAP 1
@@ -48,6 +50,8 @@ int64_t tu_transfer_blocks(tu_endpoint_t *endpoint, uint64_t scope, const tu_acc
                            size_t count, uint64_t size, uint64_t *progress);
 int64_t tu_transfer_buffers(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, bool put,
                             const tu_buffers_t *buffers, const uint64_t *offsets, uint64_t *progress);
+int64_t tu_transfer_note(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, void *data,
+                         size_t length);
 int tu_transfers_status(tu_endpoint_t *endpoint, uint64_t scope);
 int tu_worker_fence(tu_worker_t *worker);
 
@@ -65,6 +69,8 @@ size_t tu_blocks_repeated(const int64_t *blocks, size_t count, uint64_t limit);
 tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char *token, uint64_t address,
                              uint64_t length, unsigned access);
 uint64_t tu_memory_token_address(const tu_served_t *served);
+void tu_note_take(uint64_t note, char *token, char *data);
+void tu_memory_note_taken(tu_served_t *served);
 unsigned tu_memory_withdraw(tu_served_t *served);
 bool tu_memory_unused(tu_served_t *served);
 void tu_worker_stop_serving(tu_worker_t *worker);

@@ -25,6 +25,7 @@ struct tu_served {
     uint64_t length;
     unsigned access;           /* TU_ACCESS_... */
     unsigned uses;             /* requests in flight */
+    unsigned notes;            /* notifications that nobody has taken */
     bool withdrawn;
 };
 
@@ -463,6 +464,93 @@ static ucs_status_t list(service_t *service, const tu_remote_request_t *request,
     return rendezvous ? status : UCS_OK; /* an error refuses the data */
 }
 
+/* ---- notifications ---- */
+
+typedef struct note {
+    tu_list_t link;            /* in the list of its worker */
+    char token[TU_TOKEN_SIZE];
+    size_t length;
+    char data[];
+} note_t;
+
+/* Counts a notification, if its memory may be written to and has room for it. */
+static ucs_status_t count_note(const tu_remote_request_t *request)
+{
+    ucs_status_t status = UCS_ERR_NO_ELEM;
+    tu_served_t *served;
+
+    pthread_mutex_lock(&mutex);
+    served = find(request->token);
+    if (served != NULL && (served->access & TU_ACCESS_WRITE) != 0) {
+        status         = served->notes < TU_MOST_NOTES ? UCS_OK : UCS_ERR_NO_RESOURCE;
+        served->notes += status == UCS_OK;
+    }
+    pthread_mutex_unlock(&mutex);
+    return status;
+}
+
+/* Keeps a notification until Python takes it. With UCS_ERR_NO_RESOURCE the peer tries again later. */
+static ucs_status_t keep_note(service_t *service, const tu_remote_request_t *request, const void *data, size_t length,
+                              uint64_t sender)
+{
+    tu_rma_t *rma = tu_rma_of(service->worker);
+    ucs_status_t status;
+    note_t *note;
+
+    if (length > TU_LONGEST_NOTE || length != tu_le64_to(request->length)) {
+        return UCS_ERR_INVALID_PARAM;
+    }
+    if (!tu_ring_has_slack(service->worker)) {
+        return UCS_ERR_NO_RESOURCE;
+    }
+    note = tu_malloc(sizeof(*note) + length);
+    if (note == NULL) {
+        return UCS_ERR_NO_MEMORY;
+    }
+    status = count_note(request);
+    if (status != UCS_OK) {
+        free(note);
+        return status;
+    }
+    memcpy(note->token, request->token, TU_TOKEN_SIZE);
+    memcpy(note->data, data, length);
+    note->length = length;
+    tu_list_append(&rma->notes, &note->link);
+    tu_ring_append(service->worker, TU_RECORD_NOTE, sender, UCS_OK, length, 0, (uint64_t)(uintptr_t)note);
+    return UCS_OK;
+}
+
+/* Answers a notification, which is eager. */
+static ucs_status_t note(service_t *service, const tu_remote_request_t *request, const void *data, size_t length,
+                         const ucp_am_recv_param_t *param)
+{
+    bool rendezvous     = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
+    uint64_t sender     = tu_am_sender(service->worker, param);
+    ucs_status_t status = rendezvous ? UCS_ERR_INVALID_PARAM : keep_note(service, request, data, length, sender);
+
+    answer(service, status, NULL, 0, UCP_AM_SEND_FLAG_EAGER);
+    return rendezvous ? status : UCS_OK; /* an error refuses the data */
+}
+
+/* Copies what is in a notification, and frees it. */
+void tu_note_take(uint64_t pointer, char *token, char *data)
+{
+    note_t *note = (note_t *)(uintptr_t)pointer;
+
+    memcpy(token, note->token, TU_TOKEN_SIZE);
+    memcpy(data, note->data, note->length);
+    tu_list_remove(&note->link);
+    free(note);
+}
+
+/* The program has one notification about this memory less to take. */
+void tu_memory_note_taken(tu_served_t *served)
+{
+    pthread_mutex_lock(&mutex);
+    served->notes--;
+    pthread_mutex_unlock(&mutex);
+}
+
 /* A message from any peer: a request, or an answer to a request of this worker. */
 static ucs_status_t message_arrived(void *arg, const void *header, size_t header_length, void *data, size_t length,
                                     const ucp_am_recv_param_t *param)
@@ -481,8 +569,11 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
         }
     } else if (header_length == sizeof(request) && (param->recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP)) {
         memcpy(&request, header, sizeof(request));
-        if (request.kind != TU_REMOTE_ANSWER && request.kind >= TU_REMOTE_GET && request.kind <= TU_REMOTE_PUT_LIST) {
+        if (request.kind != TU_REMOTE_ANSWER && request.kind >= TU_REMOTE_GET && request.kind <= TU_REMOTE_NOTE) {
             service = begin(rma, &request, param);
+            if (service != NULL && request.kind == TU_REMOTE_NOTE) {
+                return note(service, &request, data, length, param);
+            }
             if (service != NULL && request.kind >= TU_REMOTE_GET_LIST) {
                 return list(service, &request, data, length, rendezvous);
             }
@@ -504,6 +595,7 @@ static ucs_status_t message_arrived(void *arg, const void *header, size_t header
 ucs_status_t tu_owner_open(tu_rma_t *rma)
 {
     tu_list_init(&rma->services);
+    tu_list_init(&rma->notes);
     tu_hook_init(&rma->unused_hook, tell_unused);
     if ((rma->worker->context->features & UCP_FEATURE_AM) == 0) {
         return UCS_OK;
@@ -528,6 +620,12 @@ void tu_owner_close(tu_rma_t *rma)
 {
     while (!tu_list_is_empty(&rma->services)) {
         end(TU_LIST_FIRST(&rma->services, service_t, link));
+    }
+    while (!tu_list_is_empty(&rma->notes)) {
+        note_t *note = TU_LIST_FIRST(&rma->notes, note_t, link);
+
+        tu_list_remove(&note->link);
+        free(note);
     }
     tu_hook_remove(&rma->unused_hook); /* which that may have added */
 }

@@ -39,6 +39,9 @@ void tu_requester_prepare(tu_transfer_t *transfer)
     case TU_TRANSFER_PUT:
         request->kind = TU_REMOTE_PUT;
         break;
+    case TU_TRANSFER_NOTE:
+        request->kind = TU_REMOTE_NOTE;
+        break;
     default:
         request->kind  = TU_REMOTE_GET;
         request->flags = transfer->memory > TU_MEMORY_HOST ? TU_REMOTE_RENDEZVOUS : 0;
@@ -96,7 +99,7 @@ static void begin(tu_transfer_t *transfer)
         length = transfer->range_count * sizeof(*transfer->wire_ranges);
         tu_set_memory(&param, TU_MEMORY_HOST);
         param.flags |= UCP_AM_SEND_FLAG_EAGER;
-    } else if (transfer->kind == TU_TRANSFER_PUT) {
+    } else if (transfer->kind == TU_TRANSFER_PUT || transfer->kind == TU_TRANSFER_NOTE) {
         data   = transfer->buffer;
         length = transfer->length;
         tu_set_memory(&param, transfer->memory);
@@ -170,6 +173,8 @@ static ucs_status_t refusal(uint8_t status)
         return UCS_ERR_INVALID_ADDR;
     case UCS_ERR_NO_MEMORY:
         return UCS_ERR_NO_MEMORY;
+    case UCS_ERR_NO_RESOURCE:
+        return UCS_ERR_NO_RESOURCE;
     default:
         return UCS_ERR_NO_ELEM;
     }
@@ -196,7 +201,7 @@ void tu_requester_answered(tu_rma_t *rma, const tu_remote_answer_t *answer, void
     }
     if (answer->status != 0) {
         tu_transfer_conclude(transfer, refusal(answer->status));
-    } else if (transfer->kind == TU_TRANSFER_PUT) {
+    } else if (transfer->kind == TU_TRANSFER_PUT || transfer->kind == TU_TRANSFER_NOTE) {
         tu_transfer_conclude(transfer, UCS_OK);
     } else if (transfer->kind == TU_TRANSFER_ATOMIC) {
         take_old_value(transfer, data, length, rendezvous);

@@ -47,6 +47,7 @@ typedef enum tu_transfer_kind {
     TU_TRANSFER_PUT,
     TU_TRANSFER_ATOMIC,
     TU_TRANSFER_FLUSH,
+    TU_TRANSFER_NOTE,          /* a notification for the memory's owner; completes when the owner has it */
 } tu_transfer_kind_t;
 
 /* Bytes that follow each other, here and in the remote memory. */

@@ -99,7 +99,7 @@ ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params
     for (i = 0; i < count; i++) {
         length += ranges[i].length;
     }
-    if (params->memory > TU_MEMORY_HOST) {
+    if (params->memory > TU_MEMORY_HOST || params->kind == TU_TRANSFER_NOTE) {
         path.local = NULL;
     }
     if (params->memory > TU_MEMORY_HOST ||
@@ -273,6 +273,26 @@ int64_t tu_transfer_buffers(tu_endpoint_t *endpoint, uint64_t scope, const tu_ac
         params.shortest = buffers->lengths[i] < params.shortest ? buffers->lengths[i] : params.shortest;
     }
     return post_list(endpoint, &params, tu_ranges_of_buffers(buffers, offsets));
+}
+
+/* Notifies the owner of the memory. Python has flushed before. The buffer stays until the operation is over. Returns a
+ * verdict. */
+int64_t tu_transfer_note(tu_endpoint_t *endpoint, uint64_t scope, const tu_access_path_t *path, void *data,
+                         size_t length)
+{
+    tu_transfer_params_t params = {
+        .path   = path,
+        .kind   = TU_TRANSFER_NOTE,
+        .late   = true,
+        .range  = {.buffer = data, .length = length},
+        .memory = TU_MEMORY_HOST,
+        .scope  = scope,
+    };
+
+    if (length > TU_LONGEST_NOTE || !path->messages) {
+        return UCS_ERR_INVALID_PARAM;
+    }
+    return post_transfer(endpoint, &params);
 }
 
 static void flushed(void *request, ucs_status_t status, void *user_data)

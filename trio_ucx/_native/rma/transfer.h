@@ -13,6 +13,7 @@
 #define TU_REMOTE_ATOMIC 4
 #define TU_REMOTE_GET_LIST 5
 #define TU_REMOTE_PUT_LIST 6
+#define TU_REMOTE_NOTE 7
 
 /* Ranges of one request, at most. */
 #define TU_MOST_RANGES 512
@@ -142,6 +143,7 @@ typedef struct tu_rma {
     tu_list_t copies;          /* that go on with the worker's progress */
     tu_hook_t copy_hook;
     tu_list_t services;        /* requests of peers that are being answered: owner.c */
+    tu_list_t notes;           /* notifications that Python has not taken: owner.c */
     tu_hook_t unused_hook;     /* withdrawn memory is no longer in use: a record is due */
     bool unfenced;             /* UCX has had puts or gets since the last fence */
 } tu_rma_t;

@@ -9,10 +9,11 @@ connection, and never more than the worker; all other records are delivered.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from ..._native import lib
-from .._memory.registered import unmap_unused
+from .._memory.registered import note_arrived, unmap_unused
 from .._status import UCXError
 from .operations import OperatingEngine
 from .receive_queue import ClosingEndpoint, ReceiveQueue
@@ -136,6 +137,12 @@ def _failed(engine: DeliveringEngine, kind: int, id: int, tag: int, error: BaseE
     (engine if owner is None else owner).internal_error(error)
 
 
+def _endpoint_of(engine: DeliveringEngine, id: int) -> Any:
+    """Returns what users hold of an endpoint; None: it was closed."""
+    core = engine.endpoints.get(id)
+    return core.user_object() if core is not None and core.handle is not None else None
+
+
 def _deliver_rare(engine: DeliveringEngine, kind: int, id: int, status: int, length: int, pointer: int) -> None:
     if kind == lib.TU_RECORD_FAILURE:
         engine.failures.append((id, status))  # after the messages that had arrived by then
@@ -154,6 +161,8 @@ def _deliver_rare(engine: DeliveringEngine, kind: int, id: int, status: int, len
         queue = engine.receivers.am_queues.get(id)
         if queue is not None:
             engine.run.call_soon(queue[1])  # it logs, and so may run code of the user's
+    elif kind == lib.TU_RECORD_NOTE:
+        note_arrived(pointer, length, partial(_endpoint_of, engine, id))
     elif kind == lib.TU_RECORD_UNUSED:
         unmap_unused()
     elif kind == lib.TU_RECORD_CONCLUDED and id in engine.in_flight:

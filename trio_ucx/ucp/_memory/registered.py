@@ -6,7 +6,9 @@ import enum
 import os
 import struct
 import threading
+import weakref
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +23,9 @@ from ..._util.live_handles import live_handles
 from ..._util.process import NOBODY, Process, check_process, this_process
 from .._features import Feature
 from .._status import Status, UCXError, read_sized
-from .buffers import Contiguous, Pinned
+from .buffers import Contiguous, Pinned, new_bytes
 from .foreign import MemoryType
+from .notes import Note, NoteQueue, Notifications
 from .window import Window
 
 if TYPE_CHECKING:
@@ -234,6 +237,29 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
     #: C's entry for such requests; None: there is none, or no more.
     _served: Any = None
     _rkey: bytes | None = None
+    _notes: NoteQueue = attrs.field(factory=NoteQueue)
+
+    def notifications(self) -> Notifications:
+        """Returns an asynchronous iterator of what peers say about this memory (:meth:`RemoteMemory.notify`).
+
+        Notifications that come before the first call are kept, too.
+
+        Cancellation: a cancelled ``async for`` loses none.
+
+        Raises:
+            ValueError: it was closed; or it is device memory.
+            RuntimeError: its context was closed, or opened without ``Feature.AM``.
+        """
+        self._check()
+        if not self._token:
+            self.context._require(Feature.AM, "receiving notifications")
+            raise ValueError("there are no notifications about device memory")
+        notifications: Notifications = Notifications._create(self._notes, self._note_taken)
+        return notifications
+
+    def _note_taken(self) -> None:
+        if self._served is not None:
+            lib.tu_memory_note_taken(self._served)
 
     @property
     def memoryview(self) -> View:
@@ -317,6 +343,7 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         if self._window is not None:
             self._window.close()
         handle, self._handle = self._handle, None
+        self._notes.close()
         served, self._served = self._served, None
         if served is not None and lib.tu_memory_withdraw(served):
             with _lock:
@@ -347,8 +374,19 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
 #: Memory that was closed while peers' requests were in flight, and UCX's handle of it, by C's entry.
 _closing: dict[Any, tuple[Memory, Any]] = {}
+#: Open memory that peers reach by messages.
+_by_token: weakref.WeakValueDictionary[bytes, Memory] = weakref.WeakValueDictionary()
 #: Threads take turns: what is found unused was freed. (The collector may run a destructor that comes here again.)
 _lock = threading.RLock()
+
+
+def note_arrived(pointer: int, length: int, find_endpoint: Callable[[], Any]) -> None:
+    """Takes a notification from C."""
+    token, data = ffi.new("char[]", lib.TU_TOKEN_SIZE), new_bytes(length)
+    lib.tu_note_take(pointer, token, ffi.from_buffer("char[]", data))
+    memory = _by_token.get(bytes(ffi.buffer(token)))
+    if memory is not None:
+        memory._notes.add(Note(data, find_endpoint))
 
 
 def unmap_unused() -> None:
@@ -451,6 +489,7 @@ def _map(
                 lib.tu_memory_unmap(native, out[0])
                 memory._handle = memory._served = None
                 raise MemoryError(f"no memory to register {nbytes} bytes of memory")
+            _by_token[memory._token] = memory
         context._added_memory(memory)
         live_handles.opened("memory")
         return memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import attrs
 import trio
@@ -22,12 +22,17 @@ from .._engine.operations import Operation
 from .._engine.posting import check_reaches, completed, flush, pending_operation
 from .._features import Feature
 from .._memory.buffers import Contiguous, Pinned, WritableContiguous, new_bytes
+from .._memory.pointers import check_elements
 from .._memory.registered import Access, MemoryDescriptor, require_answers, ucx_access
 from .._status import Status, UCXError
 from .access_paths import AccessPath, Key, connect, find_access_path, refusal, try_connect
 
 if TYPE_CHECKING:
     from ..blocks import BlockPlan, BlockProgress
+
+
+#: Seconds until a notification is sent again for which the owner had no room.
+_FIRST_DELAY, _LONGEST_DELAY = 0.001, 0.05
 
 
 class AtomicOp(enum.IntEnum):
@@ -210,6 +215,54 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         )
         if error is not None:
             raise error
+
+    @enable_ki_protection
+    async def notify(self, data: Contiguous) -> None:
+        """Flushes, and then tells the owner, who gets it by :meth:`Memory.notifications`.
+
+        So everything that was put before is there when the owner gets the notification.
+
+        Args:
+            data: what to say, at most 4,096 bytes.
+
+        Returns when the owner's library has the notification. If the owner has 1,024 that it has not received, this
+        waits until it has received some.
+
+        Cancellation: the owner may or may not get the notification.
+
+        Raises:
+            TypeError, ValueError: not bytes, or too long; not allowed by :attr:`access`; closed.
+            RuntimeError: the owner takes no messages for this memory, because one of the contexts lacks ``Feature.AM``,
+                it is device memory, or of a program without trio_ucx.
+            UCXError: the owner refused this, or what was put before. NO_ELEM: it has closed the memory.
+            trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
+        """
+        self._check(Access.WRITE, "write", 0, 0)
+        check_elements(data, "send")
+        with memoryview(cast(Any, data)) as view:
+            said = bytes(view)
+        if len(said) > lib.TU_LONGEST_NOTE:
+            raise ValueError(f"a notification has at most {lib.TU_LONGEST_NOTE} bytes, not {len(said)}")
+        await self.flush()
+        path = await self._reach_without_ucx_rma()
+        if path is None or not path.native.messages:
+            raise RuntimeError(
+                "the owner takes no notifications about this memory: let a trio_ucx program own it, as host memory, "
+                "and open both contexts with Feature.AM, a default"
+            )
+        engine, delay = path.core.engine, _FIRST_DELAY
+        while True:
+            pins = Pinned(said)
+            verdict = lib.tu_transfer_note(path.core.handle, self._scope.id, path.native, pins.address, len(said))
+            try:
+                await completed(self._posted(verdict, path, pins, "notifying the owner of remote memory"), engine)
+                return
+            except UCXError as error:
+                if error.status != Status.NO_RESOURCE:
+                    raise
+            await trio.sleep(delay)  # the owner has too many that it has not received
+            delay = min(2 * delay, _LONGEST_DELAY)
+            self._check_open()
 
     @enable_ki_protection
     async def connect(self) -> None:
