@@ -24,7 +24,8 @@ from trio_ucx._native import ffi, lib
 from trio_ucx.ucp.blocks import BlockPlan, BlockProgress
 
 WAYS = [("tcp", "connection"), ("tcp,sm,self", "connection"), ("sm,self", "worker"), ("tcp", "raw")]
-KINDS = ["allocated", "registered", "for UCX"]
+#: "asked": registered memory that the kernel does not read.
+KINDS = ["allocated", "registered", "asked", "for UCX"]
 #: Sizes of blocks: integers, less than a message, as much as a message over TCP has, and more.
 SIZES = [1, 8, 100, 4096, 65_000, 65_536, 300_000]
 POOL = 2**21
@@ -32,6 +33,12 @@ POOL = 2**21
 
 def memory_of(kind: str, context: ucp.Context, nbytes: int) -> ucp.Memory:
     return context.allocate(nbytes) if kind == "allocated" else context.register(bytearray(nbytes))
+
+
+async def forbid_reading(kind: str, remote: ucp.RemoteMemory) -> None:
+    if kind == "asked":
+        await remote.connect()
+        path_of(remote).pid = 0
 
 
 def some_blocks(chance: random.Random, limit: int, count: int) -> list[int]:
@@ -55,6 +62,7 @@ async def test_random_lists(transports: str, way: str, kind: str, seed: int) -> 
         with memory_of(kind, owner.context, POOL) as memory:
             descriptor = for_ucx(memory.descriptor) if kind == "for UCX" else memory.descriptor
             with endpoint.attach(descriptor) as remote:
+                await forbid_reading(kind, remote)
                 for size in SIZES:
                     await run_random_lists(chance, memory, remote, size)
 
@@ -122,6 +130,7 @@ async def test_buffers_of_all_sizes(transports: str, way: str, kind: str, seed: 
             descriptor = for_ucx(memory.descriptor) if kind == "for UCX" else memory.descriptor
             memory.memoryview[:] = model = bytearray(pattern(POOL, seed))
             with endpoint.attach(descriptor) as remote:
+                await forbid_reading(kind, remote)
                 for put in (False, True, False):
                     ends = sorted(chance.sample(range(1, POOL), chance.choice([1, 2, 30, 600])))
                     pieces = [(start, stop) for start, stop in zip([0, *ends], ends, strict=False) if stop > start]
