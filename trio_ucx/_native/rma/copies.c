@@ -4,15 +4,15 @@
  */
 #include "rma/transfer.h"
 
-
 /* Does the next step. Returns false if the owner's process does not let us read it, or the memory was closed: then
  * the cursor stays, and what the step has read means nothing. */
-bool tu_copies_step(const tu_access_path_t *path, bool put, const tu_range_t *ranges, size_t count, tu_cursor_t *cursor)
+bool tu_copies_step(const tu_access_path_t *path, bool put, const tu_range_t *ranges, size_t count,
+                    tu_cursor_t *cursor)
 {
-    tu_cursor_t next = *cursor;
-    tu_range_t pieces[TU_MOST_RANGES];
     uint64_t end     = cursor->total + TU_COPIED_AT_ONCE;
+    tu_cursor_t next = *cursor;
     size_t taken     = 0;
+    tu_range_t pieces[TU_MOST_RANGES];
 
     while (taken < TU_MOST_RANGES && next.total < end &&
            tu_cursor_next(&next, ranges, count, end - next.total, &pieces[taken])) {
@@ -54,8 +54,8 @@ static unsigned step(tu_hook_t *hook)
         tu_transfer_conclude(transfer, UCS_OK);
         return 1;
     }
-    if (!tu_copies_step(&transfer->path, transfer->kind == TU_TRANSFER_PUT, tu_ranges_of(transfer), transfer->range_count,
-                        &transfer->cursor)) {
+    if (!tu_copies_step(&transfer->path, transfer->kind == TU_TRANSFER_PUT, tu_ranges_of(transfer),
+                        transfer->range_count, &transfer->cursor)) {
         ask_the_owner(transfer);
         return 1;
     }

@@ -4,8 +4,7 @@
  * The owner may close the memory at any moment, or end, and its pid may become another process's. So the last thing
  * that each call reads is the memory's token, in the owner's table (owner.c). The owner erases it before it lets go of
  * the memory, and no other process has it there but children that the owner has forked: if it was still there, what was
- * read before it was the memory.
- * Nothing like that is possible for puts, which therefore ask the owner.
+ * read before it was the memory. Nothing like that is possible for puts, which therefore ask the owner.
  */
 #define _GNU_SOURCE
 #include <string.h>
@@ -21,7 +20,8 @@ bool tu_direct_takes(const tu_access_path_t *path, tu_transfer_kind_t kind, uint
     return path->pid != 0 && kind == TU_TRANSFER_GET && shortest > LONGEST_INTEGER;
 }
 
-/* Reads ranges of the memory, at most TU_MOST_RANGES: with the token, that is below IOV_MAX. Returns false if it could not, or if the memory was closed. */
+/* Reads ranges of the memory, at most TU_MOST_RANGES: with the token, that is below IOV_MAX. Returns false if it could
+ * not, or if the memory was closed. */
 bool tu_direct_read(const tu_access_path_t *path, const tu_range_t *pieces, size_t count)
 {
     struct iovec local[TU_MOST_RANGES + 1], remote[TU_MOST_RANGES + 1];

@@ -434,9 +434,10 @@ static ucs_status_t do_list(service_t *service, const tu_remote_request_t *reque
         return UCS_ERR_INVALID_PARAM;
     }
     memcpy(ranges, data, *count * sizeof(*ranges)); /* the data are not aligned */
-    data         += *count * sizeof(*ranges);
-    first.offset  = ranges[0].offset; /* hold() checks the first range, the next call all of them */
-    status        = hold(&first, put ? TU_ACCESS_WRITE : TU_ACCESS_READ, tu_le64_to(ranges[0].length), &service->served);
+    data += *count * sizeof(*ranges);
+    first.offset = ranges[0].offset; /* hold() checks the first range, the next call all of them */
+    status       = hold(&first, put ? TU_ACCESS_WRITE : TU_ACCESS_READ, tu_le64_to(ranges[0].length),
+                        &service->served);
     if (status != UCS_OK) {
         return status;
     }

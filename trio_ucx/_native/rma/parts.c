@@ -1,7 +1,7 @@
 /* Transfers that one message (or one call of UCX's put and get) cannot do, because they are long, or of several ranges.
- * Each message is a *part*, a transfer of its own, of the *whole*. A part is made when the window has room for it, so at
- * most TU_REMOTE_WINDOW of them exist. It stands before its whole in the endpoint's list; the whole leaves the list after
- * its last part.
+ * Each message is a *part*, a transfer of its own, of the *whole*. A part is made when the window has room for it: at
+ * most TU_REMOTE_WINDOW of them exist. It stands before its whole in the endpoint's list; the whole leaves the list
+ * after its last part.
  */
 #include <string.h>
 
@@ -59,16 +59,17 @@ static void part_done(void *owner, ucs_status_t status)
     end_if_done(whole);
 }
 
-/* Takes the ranges of the next part from the whole: as many as go into one message. Returns how many; 0: none is left. */
+/* Takes the ranges of the next part from the whole: as many as go into one message. Returns how many; 0: none is
+ * left. */
 static size_t take(tu_transfer_t *whole, tu_range_t *pieces)
 {
     const tu_range_t *ranges = tu_ranges_of(whole);
-    bool on_host         = whole->memory <= TU_MEMORY_HOST;
-    uint64_t longest     = on_host && whole->path.part > 0 ? whole->path.part : UINT64_MAX;
-    uint64_t room        = on_host && whole->path.messages ? (longest < GATHERED ? longest : GATHERED) : 0;
-    size_t count         = 0;
-    tu_cursor_t next     = whole->cursor;
-    uint64_t most        = longest;
+    bool on_host             = whole->memory <= TU_MEMORY_HOST;
+    uint64_t longest         = on_host && whole->path.part > 0 ? whole->path.part : UINT64_MAX;
+    uint64_t room            = on_host && whole->path.messages ? (longest < GATHERED ? longest : GATHERED) : 0;
+    uint64_t most            = longest;
+    tu_cursor_t next         = whole->cursor;
+    size_t count             = 0;
 
     while (count < TU_MOST_RANGES && tu_cursor_next(&next, ranges, whole->range_count, most, &pieces[count]) &&
            (count == 0 || whole->path.part > 0 || pieces[count].length <= room)) {
@@ -94,9 +95,9 @@ static bool set_ranges(tu_transfer_t *part, const tu_range_t *pieces, size_t cou
     for (i = 0; i < count; i++) {
         part->length += pieces[i].length;
     }
-    part->one       = pieces[0];
-    part->buffer    = pieces[0].buffer;
-    part->offset    = pieces[0].offset;
+    part->one         = pieces[0];
+    part->buffer      = pieces[0].buffer;
+    part->offset      = pieces[0].offset;
     part->range_count = count;
     if (count == 1) {
         return true;
@@ -119,8 +120,8 @@ static void no_memory(tu_transfer_t *whole, uint64_t position)
 /* Begins the next part. The whole is the next transfer again if there are more. */
 static void begin(tu_transfer_t *whole)
 {
-    tu_transfers_t *transfers = tu_transfers_of(whole->endpoint);
     tu_range_t pieces[TU_MOST_RANGES];
+    tu_transfers_t *transfers = tu_transfers_of(whole->endpoint);
     uint64_t position         = whole->cursor.total;
     size_t count              = whole->status == UCS_OK ? take(whole, pieces) : 0;
     tu_transfer_t *part;

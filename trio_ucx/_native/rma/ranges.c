@@ -37,8 +37,8 @@ size_t tu_blocks_repeated(const int64_t *blocks, size_t count, uint64_t limit)
 }
 
 /* Returns the ranges of a list of blocks of `size` bytes; NULL if out of memory. */
-tu_range_t *tu_ranges_of_blocks(char *buffer, const int64_t *local, uint64_t offset, const int64_t *remote, size_t count,
-                            uint64_t size, size_t *range_count)
+tu_range_t *tu_ranges_of_blocks(char *buffer, const int64_t *local, uint64_t offset, const int64_t *remote,
+                                size_t count, uint64_t size, size_t *range_count)
 {
     tu_range_t *ranges = tu_calloc(count, sizeof(*ranges));
     tu_range_t *range  = ranges;
@@ -67,7 +67,8 @@ tu_range_t *tu_ranges_of_blocks(char *buffer, const int64_t *local, uint64_t off
     return ranges;
 }
 
-/* Returns the ranges of buffers, none of them empty, each with its offset in the remote memory; NULL if out of memory. */
+/* Returns the ranges of buffers, none of them empty, each with its offset in the remote memory; NULL if out of
+ * memory. */
 tu_range_t *tu_ranges_of_buffers(const tu_buffers_t *buffers, const uint64_t *offsets)
 {
     tu_range_t *ranges = tu_calloc(buffers->count, sizeof(*ranges));

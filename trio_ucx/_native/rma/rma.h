@@ -28,6 +28,8 @@
  *   tu_served_t (owner.c)       tu_memory_serve         tu_memory_withdraw, or, while  no; answers hold it by `uses`
  *                                                       answers use it, the
  *                                                       tu_memory_unused after them
+ *   note_t (owner.c)            the callback that got   tu_note_take; the rest by      no
+ *                               the notification        tu_worker_destroy
  *   ucp_mem_h, ucp_rkey_h       UCX                     tu_memory_unmap,               they are UCX's
  *                                                       tu_rkey_destroy
  */

@@ -1,7 +1,7 @@
-/* Posts puts, gets and atomics. They are carried out in the order of their posting (order.c): by
- * load, store and the processor's atomics if this process has mapped the memory (mapped.c), by process_vm_readv where
- * the kernel allows it (direct.c), else by messages to its owner (requester.c, parts.c). Lists may also use UCX's own
- * puts and gets (memory.c).
+/* Posts puts, gets and atomics. They are carried out in the order of their posting (order.c): by load, store and the
+ * processor's atomics if this process has mapped the memory (mapped.c), by process_vm_readv where the kernel allows it
+ * (direct.c), else by messages to its owner (requester.c, parts.c). Lists may also use UCX's own puts and gets
+ * (memory.c).
  */
 #include <string.h>
 
@@ -16,7 +16,11 @@ static const tu_transfer_method_t *choose_method(const tu_transfer_params_t *par
     if (transfer->path.local != NULL || transfer->path.pid != 0) {
         return &tu_copies_method;
     }
-    return !transfer->path.messages || transfer->range_count > 1 || transfer->cursor.total > 0 || (part > 0 && transfer->length > part) ? &tu_parts_method : &tu_requester_method;
+    if (!transfer->path.messages || transfer->range_count > 1 || transfer->cursor.total > 0 ||
+        (part > 0 && transfer->length > part)) {
+        return &tu_parts_method;
+    }
+    return &tu_requester_method;
 }
 
 /* Adds a transfer to the endpoint's list. It takes over the ranges. */
@@ -28,20 +32,20 @@ static tu_transfer_t *add(tu_endpoint_t *endpoint, const tu_transfer_params_t *p
     if (transfer == NULL) {
         return NULL;
     }
-    transfer->late      = params->late;
-    transfer->one       = params->range;
-    transfer->many      = params->ranges;
+    transfer->late        = params->late;
+    transfer->one         = params->range;
+    transfer->many        = params->ranges;
     transfer->range_count = params->ranges != NULL ? params->range_count : 1;
-    transfer->buffer    = tu_ranges_of(transfer)->buffer;
-    transfer->offset    = tu_ranges_of(transfer)->offset;
-    transfer->length    = length;
-    transfer->memory    = params->memory;
-    transfer->cursor    = *cursor;
-    transfer->progress  = params->progress;
-    transfer->atomic    = params->atomic;
-    transfer->path      = *path;
-    transfer->scope     = params->scope;
-    transfer->method    = choose_method(params, transfer);
+    transfer->buffer      = tu_ranges_of(transfer)->buffer;
+    transfer->offset      = tu_ranges_of(transfer)->offset;
+    transfer->length      = length;
+    transfer->memory      = params->memory;
+    transfer->cursor      = *cursor;
+    transfer->progress    = params->progress;
+    transfer->atomic      = params->atomic;
+    transfer->path        = *path;
+    transfer->scope       = params->scope;
+    transfer->method      = choose_method(params, transfer);
     if (transfer->method == &tu_requester_method) {
         tu_requester_prepare(transfer);
     }
@@ -57,8 +61,8 @@ static bool may_begin(const tu_transfers_t *transfers)
 
 /* Does what can be done in TU_SEQUENCE_SLICE. Returns false if something is left. If the kernel refuses, it clears
  * path->pid: then messages do the rest. */
-static bool do_at_once(const tu_transfer_params_t *params, tu_access_path_t *path, const tu_range_t *ranges, size_t count,
-                       uint64_t length, tu_cursor_t *cursor)
+static bool do_at_once(const tu_transfer_params_t *params, tu_access_path_t *path, const tu_range_t *ranges,
+                       size_t count, uint64_t length, tu_cursor_t *cursor)
 {
     uint64_t end = length > TU_COPIED_AT_ONCE ? tu_now() + TU_SEQUENCE_SLICE : 0;
 
@@ -86,12 +90,12 @@ static bool do_at_once(const tu_transfer_params_t *params, tu_access_path_t *pat
 
 ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, tu_transfer_t **out)
 {
-    const tu_range_t *ranges  = params->ranges != NULL ? params->ranges : &params->range;
-    size_t count          = params->ranges != NULL ? params->range_count : 1;
-    tu_access_path_t path = *params->path;
-    ucs_status_t verdict  = UCS_INPROGRESS;
-    uint64_t length       = 0;
-    tu_cursor_t cursor    = {0};
+    const tu_range_t *ranges = params->ranges != NULL ? params->ranges : &params->range;
+    size_t count             = params->ranges != NULL ? params->range_count : 1;
+    tu_access_path_t path    = *params->path;
+    ucs_status_t verdict     = UCS_INPROGRESS;
+    uint64_t length          = 0;
+    tu_cursor_t cursor       = {0};
     tu_transfer_t *transfer;
     size_t i;
 

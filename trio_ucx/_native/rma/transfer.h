@@ -76,7 +76,7 @@ typedef struct tu_transfer_method {
 /* How far a transfer of several ranges has come. */
 typedef struct tu_cursor {
     size_t range;
-    uint64_t in_range;           /* bytes of that range */
+    uint64_t in_range;         /* bytes of that range */
     uint64_t total;            /* bytes of all ranges */
 } tu_cursor_t;
 
@@ -102,8 +102,8 @@ struct tu_transfer {
     int memory;
     const tu_transfer_method_t *method; /* of a flush: NULL */
     tu_access_path_t path;
-    tu_range_t one;              /* the range of a transfer that has only one */
-    tu_range_t *many;            /* else: its ranges, which it owns */
+    tu_range_t one;            /* the range of a transfer that has only one */
+    tu_range_t *many;          /* else: its ranges, which it owns */
     size_t range_count;
     tu_cursor_t cursor;        /* what was copied, or of which parts have begun */
     uint64_t *progress;        /* bytes, from the beginning, that are done; NULL: nobody asks */
@@ -123,7 +123,7 @@ struct tu_transfer {
     tu_remote_operands_t operands; /* an atomic's; the same */
 };
 
-/* An endpoint's transfers (puts and gets without UCX's own, atomics) and flushes, in the order of their posting. */
+/* An endpoint's transfers and flushes, in the order of their posting. */
 typedef struct tu_transfers {
     tu_list_t list;
     tu_list_t refused;         /* transfers that had completed before their owner refused them; one of each scope */
@@ -212,7 +212,8 @@ bool tu_direct_read(const tu_access_path_t *path, const tu_range_t *pieces, size
 #define TU_COPIED_AT_ONCE (1024 * 1024) /* bytes */
 void tu_copies_open(tu_rma_t *rma);
 void tu_copies_close(tu_rma_t *rma);
-bool tu_copies_step(const tu_access_path_t *path, bool put, const tu_range_t *ranges, size_t count, tu_cursor_t *cursor);
+bool tu_copies_step(const tu_access_path_t *path, bool put, const tu_range_t *ranges, size_t count,
+                    tu_cursor_t *cursor);
 extern const tu_transfer_method_t tu_copies_method;
 
 /* requester.c */
@@ -234,8 +235,8 @@ extern const tu_transfer_method_t tu_parts_method;
 void tu_parts_cancel(tu_transfer_t *whole);
 
 /* ranges.c */
-tu_range_t *tu_ranges_of_blocks(char *buffer, const int64_t *local, uint64_t offset, const int64_t *remote, size_t count,
-                            uint64_t size, size_t *range_count);
+tu_range_t *tu_ranges_of_blocks(char *buffer, const int64_t *local, uint64_t offset, const int64_t *remote,
+                                size_t count, uint64_t size, size_t *range_count);
 tu_range_t *tu_ranges_of_buffers(const tu_buffers_t *buffers, const uint64_t *offsets);
 
 /* owner.c */
