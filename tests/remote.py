@@ -100,6 +100,13 @@ def for_ucx(descriptor: bytes) -> ucp.MemoryDescriptor:
     return attrs.evolve(ucp.MemoryDescriptor.from_bytes(descriptor), token=b"")
 
 
+async def ask_the_owner(remote: ucp.RemoteMemory) -> None:
+    """Makes gets of registered memory ask its owner, although the kernel lets this process read it."""
+    await remote.connect()
+    if remote._path is not None:
+        remote._path.native.pid = 0
+
+
 async def expect_broken(function: Any, *args: object) -> None:
     """Calls it until the peer is gone."""
     with pytest.raises(trio.BrokenResourceError) as caught:

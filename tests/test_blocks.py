@@ -15,7 +15,18 @@ import pytest
 import trio
 from helpers import Peer, assert_free, open_pair, open_peer, pattern, until
 from peers import REMOTE
-from remote import SOON, expect_broken, for_ucx, open_ground, open_owner, open_to_peer, open_two, open_way, released
+from remote import (
+    SOON,
+    ask_the_owner,
+    expect_broken,
+    for_ucx,
+    open_ground,
+    open_owner,
+    open_to_peer,
+    open_two,
+    open_way,
+    released,
+)
 from timing import Stopwatch, cancelled_promptly
 
 import trio_ucx
@@ -37,8 +48,7 @@ def memory_of(kind: str, context: ucp.Context, nbytes: int) -> ucp.Memory:
 
 async def forbid_reading(kind: str, remote: ucp.RemoteMemory) -> None:
     if kind == "asked":
-        await remote.connect()
-        path_of(remote).pid = 0
+        await ask_the_owner(remote)
 
 
 def some_blocks(chance: random.Random, limit: int, count: int) -> list[int]:

@@ -14,6 +14,7 @@ import trio.testing
 from helpers import nothing_happens, open_listener, open_pair, open_raw_listener, until
 from injected_faults import break_worker, lose_completions
 from peers import REMOTE
+from remote import ask_the_owner
 from timing import Stopwatch
 
 import trio_ucx
@@ -144,6 +145,7 @@ async def test_operations_whose_completions_are_lost(transports: str) -> None:
         with waits.peer.context.register(bytearray(64)) as memory:
             remote = waits.stack.enter_context(endpoint.attach(memory.descriptor))
             await remote.fetch_add(1)
+            await ask_the_owner(remote)
             lose_completions(waits.worker)
             start("fetch_add", remote.fetch_add, 1)
             start("get", remote.get)

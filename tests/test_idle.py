@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 from helpers import open_pair, open_peer, pattern, until
-from remote import for_ucx, open_two, open_way
+from remote import ask_the_owner, for_ucx, open_two, open_way
 from timing import Stopwatch
 
 import trio_ucx
@@ -174,9 +174,7 @@ async def test_a_long_transfer_is_not_taken_for_a_quiet_worker(kind: str) -> Non
                 await chain.run()
 
         with memory, endpoint.attach(descriptor) as remote:
-            await remote.connect()
-            if remote._path is not None:
-                remote._path.native.pid = 0  # so that the owner has something to do
+            await ask_the_owner(remote)
             async with trio.open_nursery() as nursery:
                 if kind == "tag":
                     nursery.start_soon(other.tag_receive, there, 1)
