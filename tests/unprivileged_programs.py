@@ -137,6 +137,12 @@ def example_http_server() -> None:
 example_http_client = example_http_server
 
 
+def example_kv_cache() -> None:
+    example = EXAMPLES / "kv_cache.py"
+    with serving(example, "prefill", "--blocks", 16) as address:
+        assert run(*PYTHON, example, "decode", address, "a prompt", "--count", 3).count("layer") == 24
+
+
 def example_publish() -> None:
     example = EXAMPLES / "publish.py"
     with serving(example, "serve", "--interval", 0.01) as address:
