@@ -119,8 +119,8 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
         None if it did not, if that endpoint was closed, and if the sender connected by worker address to a worker that
         has opened no endpoint to it: what UCX has then, it may take away at any time.
         """
-        core = self._arrival.engine.endpoints.get(self._arrival.sender)
-        return core.user_object() if core is not None and core.handle is not None else None
+        endpoint: Endpoint | None = self._arrival.engine.user_endpoint(self._arrival.sender)
+        return endpoint
 
     @property
     def data(self) -> memoryview:

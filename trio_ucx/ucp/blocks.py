@@ -72,7 +72,6 @@ class _RemoteMemory(Protocol):
 
     nbytes: int
     _descriptor: MemoryDescriptor
-    _path: AccessPath | None
     _scope: Scope
 
     @property
@@ -268,10 +267,7 @@ async def _carry_out(
         await trio.lowlevel.checkpoint_if_cancelled()
         remote._check_open()
         check_reaches(remote._core.engine, pins)
-        path = remote._path
-        if path is None or not path.takes(pins.memory):
-            path = await remote._reach(pins.memory)
-            remote._check_open()
+        path = await remote._reach(pins.memory)
     except BaseException:
         pins.release()
         raise

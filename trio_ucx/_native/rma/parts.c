@@ -59,32 +59,64 @@ static void part_done(void *owner, ucs_status_t status)
     end_if_done(whole);
 }
 
+/* Takes the next range, of at most `most` bytes, from the whole. Returns false if none is left. */
+static bool take_range(tu_transfer_t *whole, uint64_t most, tu_range_t *piece)
+{
+    return tu_cursor_next(&whole->cursor, tu_ranges_of(whole), whole->range_count, most, piece);
+}
+
+/* Returns what is left of the room in a message after a range of `length` bytes, which a put describes in the data. */
+static uint64_t room_after(const tu_transfer_t *whole, uint64_t room, uint64_t length)
+{
+    uint64_t used = length + (whole->kind == TU_TRANSFER_PUT ? sizeof(tu_remote_range_t) : 0);
+
+    return used < room ? room - used : 0;
+}
+
+/* Takes ranges until the message is full. The last one may be cut. Returns how many. */
+static size_t take_cut(tu_transfer_t *whole, tu_range_t *pieces)
+{
+    uint64_t room = whole->path.part;
+    size_t count  = 0;
+
+    while (count < TU_MOST_RANGES && (count == 0 || room >= SMALLEST_PIECE) &&
+           take_range(whole, room, &pieces[count])) {
+        room = room_after(whole, room, pieces[count].length);
+        count++;
+    }
+    return count;
+}
+
+/* Takes whole ranges: one of any length, and after a short one more, up to GATHERED bytes. Returns how many. */
+static size_t take_whole(tu_transfer_t *whole, tu_range_t *pieces)
+{
+    uint64_t room = GATHERED;
+    size_t count  = 0;
+
+    while (count < TU_MOST_RANGES && (count == 0 || room >= SMALLEST_PIECE)) {
+        tu_cursor_t before = whole->cursor;
+
+        if (!take_range(whole, UINT64_MAX, &pieces[count])) {
+            break;
+        }
+        if (count > 0 && pieces[count].length > room) {
+            whole->cursor = before;
+            break;
+        }
+        room = room_after(whole, room, pieces[count].length);
+        count++;
+    }
+    return count;
+}
+
 /* Takes the ranges of the next part from the whole: as many as go into one message. Returns how many; 0: none is
  * left. */
 static size_t take(tu_transfer_t *whole, tu_range_t *pieces)
 {
-    const tu_range_t *ranges = tu_ranges_of(whole);
-    bool on_host             = whole->memory <= TU_MEMORY_HOST;
-    uint64_t longest         = on_host && whole->path.part > 0 ? whole->path.part : UINT64_MAX;
-    uint64_t room            = on_host && whole->path.messages ? (longest < GATHERED ? longest : GATHERED) : 0;
-    uint64_t most            = longest;
-    tu_cursor_t next         = whole->cursor;
-    size_t count             = 0;
-
-    while (count < TU_MOST_RANGES && tu_cursor_next(&next, ranges, whole->range_count, most, &pieces[count]) &&
-           (count == 0 || whole->path.part > 0 || pieces[count].length <= room)) {
-        whole->cursor = next;
-        room -= pieces[count].length < room ? pieces[count].length : room;
-        if (whole->kind == TU_TRANSFER_PUT) {
-            room -= room < 2 * sizeof(tu_remote_range_t) ? room : sizeof(tu_remote_range_t);
-        }
-        count++;
-        if (room < SMALLEST_PIECE) {
-            break;
-        }
-        most = whole->path.part > 0 ? room : UINT64_MAX;
+    if (whole->memory > TU_MEMORY_HOST || !whole->path.messages) {
+        return take_range(whole, UINT64_MAX, pieces) ? 1 : 0;
     }
-    return count;
+    return whole->path.part > 0 ? take_cut(whole, pieces) : take_whole(whole, pieces);
 }
 
 /* Gives a part its ranges. Returns false if there is no memory. */

@@ -92,6 +92,8 @@ class DeliveringEngine(OperatingEngine, Protocol):
     tag_dispatch: TagDispatch
     teardown: Teardown
 
+    def user_endpoint(self, id: int) -> Any: ...
+
 
 def deliver(engine: DeliveringEngine, rows: list[int]) -> None:
     """Delivers the records of one call into C. ``rows`` has their fields, one record after the other."""
@@ -137,12 +139,6 @@ def _failed(engine: DeliveringEngine, kind: int, id: int, tag: int, error: BaseE
     (engine if owner is None else owner).internal_error(error)
 
 
-def _endpoint_of(engine: DeliveringEngine, id: int) -> Any:
-    """Returns what users hold of an endpoint; None: it was closed."""
-    core = engine.endpoints.get(id)
-    return core.user_object() if core is not None and core.handle is not None else None
-
-
 def _deliver_rare(engine: DeliveringEngine, kind: int, id: int, status: int, length: int, pointer: int) -> None:
     if kind == lib.TU_RECORD_FAILURE:
         engine.failures.append((id, status))  # after the messages that had arrived by then
@@ -162,7 +158,7 @@ def _deliver_rare(engine: DeliveringEngine, kind: int, id: int, status: int, len
         if queue is not None:
             engine.run.call_soon(queue[1])  # it logs, and so may run code of the user's
     elif kind == lib.TU_RECORD_NOTE:
-        note_arrived(pointer, length, partial(_endpoint_of, engine, id))
+        note_arrived(pointer, length, partial(engine.user_endpoint, id))
     elif kind == lib.TU_RECORD_UNUSED:
         unmap_unused()
     elif kind == lib.TU_RECORD_CONCLUDED and id in engine.in_flight:

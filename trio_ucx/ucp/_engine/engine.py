@@ -314,6 +314,11 @@ class Engine:
             )
         )
 
+    def user_endpoint(self, id: int) -> Any:
+        """Returns what users hold of an endpoint; None: it was closed."""
+        core = self.endpoints.get(id)
+        return core.user_object() if core is not None and core.handle is not None else None
+
     # ---- memory ----
 
     def adopt(self, id: int, make: Callable[[*_Arguments], _Made], *arguments: *_Arguments) -> _Made:

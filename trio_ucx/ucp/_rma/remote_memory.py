@@ -443,15 +443,28 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     # ---- for request groups: without waiting ----
 
     def _submit_get_into(self, buffer: WritableContiguous, offset: int) -> Operation | int:
-        pins, path = self._pin_now(buffer, Access.READ, "read", offset)
+        pins = self._pin_now(buffer, Access.READ, "read", offset)
         size = pins.size
-        posted = self._post(False, pins, offset, "reading remote memory", path, lambda: size)
+        posted = self._post_now(False, pins, offset, "reading remote memory", lambda: size)
         return size if posted is None else posted
 
     def _submit_put(self, data: Contiguous, offset: int) -> Operation | None:
-        pins, path = self._pin_now(data, Access.WRITE, "write", offset)
+        pins = self._pin_now(data, Access.WRITE, "write", offset)
         self._scope.operations.unflushed = True
-        return self._post(True, pins, offset, "writing remote memory", path)
+        return self._post_now(True, pins, offset, "writing remote memory")
+
+    def _post_now(
+        self, put: bool, pins: Pinned, offset: int, doing: str, result: Callable[[], Any] | None = None
+    ) -> Operation | None:
+        if pins.size == 0:
+            pins.release()
+            return None
+        try:
+            path = self._path_now(pins.memory)
+        except BaseException:
+            pins.release()
+            raise
+        return self._post(put, pins, offset, doing, path, result)
 
     def _submit_atomic(
         self, kind: int, value: int, swapped: Any, offset: int, bits: int, *, fetch: bool
@@ -462,15 +475,15 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         posted = self._post_atomic(self._require_atomics(self._connected_path()), kind, terms, old)
         return posted if posted is not None or not fetch else int(old[0])
 
-    def _pin_now(self, buffer: Contiguous, access: Access, doing: str, offset: int) -> tuple[Pinned, AccessPath]:
+    def _pin_now(self, buffer: Contiguous, access: Access, doing: str, offset: int) -> Pinned:
         pins = self._pin_arguments(buffer, access, doing, offset)
         try:
             self._check_open()
             check_reaches(self._core.engine, pins)
-            return pins, self._path_now(pins.memory)
         except BaseException:
             pins.release()
             raise
+        return pins
 
     def _path_now(self, memory: int) -> AccessPath:
         """Returns the access path of gets and puts for local memory of this kind.
@@ -510,7 +523,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         terms = self._check_atomic(kind, value, swapped, offset, bits)
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check_open()
-        path = self._require_atomics(await self._reach_without_ucx_rma())
+        path = await self._reach_for_atomics()
         old = self._new_word(bits, fetch)
         await completed(self._post_atomic(path, kind, terms, old), self._core.engine)
         return int(old[0]) if fetch else 0
@@ -589,9 +602,14 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         return pins
 
     async def _reach(self, memory: int) -> AccessPath:
-        """Finds the access path of gets and puts for local memory of this kind. No checkpoint if it is known."""
-        path = await self._reach_without_ucx_rma()
-        return path if path is not None and path.takes(memory) else await self._reach_by_ucx()
+        """Finds the access path of gets and puts for local memory of this kind. No checkpoint if it is known.
+
+        After a wait it has checked that the memory is still open.
+        """
+        path = self._path or await self._reach_without_ucx_rma()
+        if path is None or not path.takes(memory):
+            path = await self._reach_by_ucx()
+        return path
 
     async def _reach_without_ucx_rma(self) -> AccessPath | None:
         """Finds an access path without UCX's puts and gets; None: there is none. No checkpoint if it is known."""
@@ -656,10 +674,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             await trio.lowlevel.cancel_shielded_checkpoint()
             return
         try:
-            path = self._path
-            if path is None or not path.takes(pins.memory):
-                path = await self._reach(pins.memory)
-                self._check_open()
+            path = await self._reach(pins.memory)
         except BaseException:
             pins.release()
             raise
@@ -674,9 +689,6 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         path: AccessPath,
         result: Callable[[], Any] | None = None,
     ) -> Operation | None:
-        if pins.size == 0:
-            pins.release()
-            return None
         handle, scope = path.core.handle, self._scope.id
         if path.native:
             verdict = lib.tu_transfer(handle, scope, path.native, put, pins.address, pins.size, pins.memory, offset)
