@@ -431,7 +431,7 @@ async def _echo_stream(endpoint: ucp.Endpoint) -> None:
 @role
 async def transferring_peer(way: str, said: dict[str, Any], kind: str, start: int, stop: int) -> None:
     """Gets or puts (``kind``) pieces of all lengths, from ``start`` to ``stop`` of an owner's memory, until killed:
-    with four tasks, one of which uses request chains.
+    with five tasks, one of which uses request chains, and one lists of blocks.
     """
     rng = random.Random(os.getpid())
     data = bytearray(b"\1" * (stop - start))
@@ -458,6 +458,13 @@ async def transferring_peer(way: str, said: dict[str, Any], kind: str, start: in
                         chain.put(memory, data[:length], offset)
                 (await chain.run()).values()
 
+    async def move_by_lists(memory: ucp.RemoteMemory) -> None:
+        while True:
+            plan = memory.plan(data, block=rng.choice([1, 100, 4096, 65_536, 10**6]), offset=start)
+            most = min(len(data) // plan.block, 2000)
+            blocks = rng.sample(range(most), rng.randrange(most + 1))
+            await (plan.get if kind == "get" else plan.put)(blocks, blocks)
+
     async with ucp.open_worker(features=REMOTE) as worker, contextlib.AsyncExitStack() as stack:
         try:
             endpoint = await stack.enter_async_context(open_to_peer(way, worker, said))
@@ -468,6 +475,7 @@ async def transferring_peer(way: str, said: dict[str, Any], kind: str, start: in
         for _ in range(3):
             nursery.start_soon(move, memory)
         nursery.start_soon(move_by_chains, worker, memory)
+        nursery.start_soon(move_by_lists, memory)
         say("moving")
 
 

@@ -436,6 +436,53 @@ async def kill_soon(peer: Peer) -> None:
     peer.process.kill()
 
 
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("point", [0, 1, 7, 100, 511, 900, 1023])
+@pytest.mark.parametrize("way", ["get", "get, asked", "put"])
+@pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
+async def test_an_owner_killed_at_a_point_of_a_list(transports: str, way: str, point: int, chance: Any) -> None:
+    """The list ends soon, with an error unless it was finished. What has arrived by then is right, and is freed."""
+    size, count = 2**16, 1024
+    async with open_owner(transports, "connection", size * count, "registered") as (peer, endpoint, remote):
+        await forbid_reading("asked" if way == "get, asked" else "registered", remote)
+        data = pattern(size * count)
+        here = bytearray(data)
+        await remote.put(here)
+        await remote.flush()
+        if way != "put":
+            here[:] = bytes(size * count)
+        progress, over = BlockProgress(), trio.Event()
+
+        async def kill_there() -> None:
+            await until(lambda: progress.completed >= point or over.is_set())
+            peer.process.kill()
+
+        numbers = chance.sample(range(count), count)
+        plan = remote.plan(here, block=size)
+        error = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(kill_there)
+            try:
+                await (plan.put if way == "put" else plan.get)(numbers, numbers, progress=progress)
+            except trio.BrokenResourceError as caught:
+                error = caught
+            over.set()
+            with Stopwatch() as watch:
+                await peer.ended()
+                await released(endpoint.worker)
+        assert watch.seconds < SOON
+        if error is None:
+            assert progress.completed == count
+        else:
+            assert error.__notes__ == [f"the first {progress.completed} of {count} blocks are completed"]
+        for block in numbers[: progress.completed]:
+            assert here[block * size : (block + 1) * size] == data[block * size : (block + 1) * size]
+        assert_free(here)
+        with pytest.raises(trio.BrokenResourceError):
+            while True:
+                await plan.get(numbers, numbers)
+
+
 @pytest.mark.parametrize("transports", ["tcp", "sm,self"])
 async def test_memory_that_closes_in_the_middle(transports: str) -> None:
     """What was read before is right; then the owner refuses, and the error says how far the list came."""
