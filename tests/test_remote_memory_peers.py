@@ -88,7 +88,7 @@ async def kill_peers(way: str, said: dict[str, Any], transports: str, rng: rando
 async def test_owner_survives_killed_peers(
     transports: str, way: str, kind: str, chance: random.Random, rounds: Rounds
 ) -> None:
-    """Getters and putters of 16 bytes to 16 MiB, single calls, chains and lists of blocks: the owner lives, and others go on.
+    """Getters and putters of 16 bytes to 16 MiB, by single calls, chains and lists: the owner lives, others go on.
 
     Over shared memory an owner is sometimes left whose queue stopped, because a peer was killed while it wrote there.
     Connections to it break (tests/test_receive_queue.py), and a new one uses another of the owner's workers. A raw
