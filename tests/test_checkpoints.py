@@ -17,6 +17,7 @@ from typing import Any
 
 import anyio
 import attrs
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -327,6 +328,34 @@ async def use_connection_wait_closed(stage: Stage) -> None:
         await stage.client.wait_closed()
 
 
+@calls("Connection.send_array", "Connection.receive_array", "Connection.send_arrays", "Connection.receive_arrays")
+async def use_connection_arrays(stage: Stage) -> None:
+    await use_arrays(stage.client, stage.server)
+
+
+async def use_arrays(
+    here: trio_ucx.Connection | trio_ucx.Channel, there: trio_ucx.Connection | trio_ucx.Channel
+) -> None:
+    for array in (np.zeros(3), np.zeros(2**18)):
+        await together(partial(here.send_array, array), there.receive_array)
+        await together(partial(here.send_array, array), partial(there.receive_array, allocate=bytearray))
+        into = [np.empty_like(array)]
+        await together(partial(here.send_arrays, [array]), partial(there.receive_arrays, into=into))
+    with assert_checkpoints():
+        await here.send_array(np.zeros(3))
+    with assert_checkpoints():
+        await here.send_arrays([])
+    with assert_checkpoints():
+        await there.receive_array(allocate=bytearray)
+    with assert_checkpoints():
+        assert await there.receive_arrays() == []
+    await here.send(b"no arrays")
+    for way in (there.receive_array, partial(there.receive_arrays, into=[])):
+        with assert_checkpoints(), pytest.raises(trio_ucx.UnexpectedMessage):
+            await way()
+    assert await there.receive() == b"no arrays"
+
+
 @calls("Connection.receive_any")
 async def use_connection_receive_any(stage: Stage) -> None:
     client, server = stage.client, stage.server
@@ -342,6 +371,7 @@ async def use_connection_receive_any(stage: Stage) -> None:
 @calls(
     *("Channel.send", "Channel.receive", "Channel.receive_into", "Channel.__anext__", "Channel.aclose"),
     *("Channel.__aenter__", "Channel.__aexit__", "Conversations.__anext__"),
+    *("Channel.send_array", "Channel.receive_array", "Channel.send_arrays", "Channel.receive_arrays"),
 )
 async def use_channels(stage: Stage) -> None:
     client, server = stage.client, stage.server
@@ -359,6 +389,7 @@ async def use_channels(stage: Stage) -> None:
                 await arrived(stage, server.statistics().messages_received)
                 with assert_checkpoints():
                     await way()
+            await use_arrays(here, there)
             for end in (here.aclose, here.aclose, partial(there.__aexit__, None, None, None)):
                 with assert_checkpoints():
                     await end()
@@ -826,7 +857,15 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
                 "Channel.__anext__": lambda: anext(aiter(channel)),
                 "Channel.receive": channel.receive,
                 "Channel.receive_into": lambda: channel.receive_into(buffer),
+                "Channel.receive_array": channel.receive_array,
+                "Channel.receive_arrays": lambda: channel.receive_arrays(into=[buffer]),
                 "Channel.send": lambda: channel.send(b"data"),
+                "Channel.send_array": lambda: channel.send_array(buffer),
+                "Channel.send_arrays": lambda: channel.send_arrays([buffer]),
+                "Connection.receive_array": lambda: client.receive_array(allocate=bytearray),
+                "Connection.receive_arrays": client.receive_arrays,
+                "Connection.send_array": lambda: client.send_array(buffer),
+                "Connection.send_arrays": lambda: client.send_arrays({"a": buffer}),
                 "Connection.receive_any": client.receive_any,
                 "Conversations.__anext__": lambda: anext(client.conversations()),
                 "ActiveMessage.receive": message.receive,

@@ -11,6 +11,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
                      _rules                             what is sent, kept, granted and ended; without I/O
                      _errors, _peer_info                why there is no connection, or no more; who the peer is
                      _link                              the rules of one connection, carried out over UCX
+                     _arrays                            arrays as messages
                      _handshake                         how a connection begins: the control socket, authentication
                      _opening                           addresses, options, attempts; the run's shared worker
                      _connection, _channels,            what the user holds
@@ -25,7 +26,15 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
 from . import ucp
 from ._channels import Channel
 from ._connection import Connection, Conversations, Messages
-from ._errors import NotAdmitted, NotTrioUCX, PeerClosed, PeerLost, ServerDraining, ServerFull
+from ._errors import (
+    NotAdmitted,
+    NotTrioUCX,
+    PeerClosed,
+    PeerLost,
+    ServerDraining,
+    ServerFull,
+    UnexpectedMessage,
+)
 from ._listener import Listener, ListenerStatistics
 from ._open import Connecting, connect, open_ucx_stream
 from ._opening.addresses import format_address, parse_address
@@ -67,6 +76,7 @@ __all__ = [
     "ServerDraining",
     "ServerFull",
     "UCXError",
+    "UnexpectedMessage",
     "WritableBuffer",
     "__version__",
     "connect",

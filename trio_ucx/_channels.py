@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
@@ -123,7 +124,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         return receiving.take_ready(self._state.number, receiving.max_message_size)
 
     @enable_ki_protection
-    async def receive_into(self, buffer: WritableBuffer) -> int:
+    async def receive_into(self, buffer: WritableBuffer, *, exact: bool = False) -> int:
         """Receives the next message into a buffer; see :meth:`Connection.receive_into`.
 
         Cancellation: as :meth:`Connection.receive_into`.
@@ -132,7 +133,76 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
-        return await self._connection._link.receive_into(self._state.number, buffer)
+        return await self._connection._link.receive_into(self._state.number, buffer, exact=exact)
+
+    @enable_ki_protection
+    async def send_array(self, array: Any) -> None:
+        """Sends an array; see :meth:`Connection.send_array`.
+
+        Cancellation: as :meth:`Connection.send`.
+
+        Raises:
+            PeerClosed: the peer has closed its end.
+            trio.ClosedResourceError: this end was closed, or the connection.
+            trio.BrokenResourceError, TypeError, ValueError, RuntimeError, MemoryError: as
+                :meth:`Connection.send_array`.
+        """
+        from ._arrays.messages import message_of
+
+        await self.send(message_of(array))
+
+    @enable_ki_protection
+    async def receive_array(self, *, out: Any = None, allocate: Callable[[int], Any] | None = None) -> Any:
+        """Receives the next message, which has one array; see :meth:`Connection.receive_array`.
+
+        Cancellation: as :meth:`Connection.receive_array`.
+
+        Raises:
+            trio.EndOfChannel: the peer has closed its end, or the connection, and all its messages were received.
+            trio.ClosedResourceError: this end was closed, or the connection.
+            UnexpectedMessage, MessageTooLong, trio.BrokenResourceError: as :meth:`Connection.receive_array`.
+            TypeError, ValueError, ImportError, RuntimeError, MemoryError: as :meth:`Connection.receive_array`.
+        """
+        from ._arrays.messages import receive
+
+        return await receive(self._connection._link, self._state.number, self._check, True, out, allocate)
+
+    @enable_ki_protection
+    async def send_arrays(self, arrays: Mapping[str, Any] | Sequence[Any]) -> None:
+        """Sends a list or a dict of arrays; see :meth:`Connection.send_arrays`.
+
+        Cancellation: as :meth:`Connection.send`.
+
+        Raises:
+            PeerClosed: the peer has closed its end.
+            trio.ClosedResourceError: this end was closed, or the connection.
+            trio.BrokenResourceError, TypeError, ValueError, RuntimeError, MemoryError: as
+                :meth:`Connection.send_array`.
+        """
+        from ._arrays.messages import message_of_many
+
+        await self.send(message_of_many(arrays))
+
+    @enable_ki_protection
+    async def receive_arrays(
+        self,
+        *,
+        into: Mapping[str, Any] | Sequence[Any] | None = None,
+        allocate: Callable[[int], Any] | None = None,
+    ) -> Any:
+        """Receives the next message, which has a list or a dict of arrays; see :meth:`Connection.receive_arrays`.
+
+        Cancellation: as :meth:`Connection.receive_array`.
+
+        Raises:
+            trio.EndOfChannel: the peer has closed its end, or the connection, and all its messages were received.
+            trio.ClosedResourceError: this end was closed, or the connection.
+            UnexpectedMessage, MessageTooLong, trio.BrokenResourceError: as :meth:`Connection.receive_array`.
+            TypeError, ValueError, ImportError, RuntimeError, MemoryError: as :meth:`Connection.receive_array`.
+        """
+        from ._arrays.messages import receive
+
+        return await receive(self._connection._link, self._state.number, self._check, False, into, allocate)
 
     @enable_ki_protection
     def receive_nowait(self, *, max_size: int | None = None) -> bytes:

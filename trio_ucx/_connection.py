@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import attrs
 import trio
@@ -271,13 +271,14 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         return cast(bytes, await completed(receive, link.engine))
 
     @enable_ki_protection
-    async def receive_into(self, buffer: WritableBuffer, *, tag: int = 0) -> int:
+    async def receive_into(self, buffer: WritableBuffer, *, tag: int = 0, exact: bool = False) -> int:
         """Receives the next message of a tag queue into a buffer; a large message directly, without a copy.
 
         Args:
             buffer: writable and contiguous, or a list of such buffers, filled in order; or a ``ucp.Strided``. In device
                 memory, too.
             tag: the tag queue.
+            exact: a message that does not fill the buffer exactly is an error, and stays for the next receive.
 
         Returns:
             The message's length; the rest of the buffer is not changed.
@@ -287,6 +288,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
         Raises:
             MessageTooLong: the message is longer than the buffer; it was dropped.
+            UnexpectedMessage: with ``exact``, it has another length; it was not taken.
             RuntimeError: the device of the buffer failed; the message is lost.
             TypeError, ValueError: not such a buffer; a wrong tag.
             trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError: as for :meth:`receive`.
@@ -295,7 +297,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         await trio.lowlevel.checkpoint_if_cancelled()
         link.check()
-        return await link.receive_into(tag, buffer)
+        return await link.receive_into(tag, buffer, exact=exact)
 
     @enable_ki_protection
     def receive_nowait(self, *, tag: int = 0, max_size: int | None = None) -> bytes:
@@ -325,7 +327,100 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         tag = check_tag(tag)
         await trio.lowlevel.checkpoint_if_cancelled()
         self._link.check()
-        return cast(int, await completed(self._link.receiving.receive(tag, Want.LENGTH), self._link.engine))
+        return await self._link.wait_message(tag)
+
+    @enable_ki_protection
+    async def send_array(self, array: Any, *, tag: int = 0) -> None:
+        """Sends an array as one message, with its dtype, shape and order; :meth:`receive_array` gets it.
+
+        A large array is not copied if it is contiguous, in C or Fortran order, and in host memory.
+
+        Args:
+            array: a numpy array or scalar of any dtype without Python objects, or what has the buffer protocol, DLPack
+                or the CUDA array interface.
+            tag: the tag queue.
+
+        Cancellation: as :meth:`send`.
+
+        Raises:
+            TypeError, ValueError: not such an array; one with a mask; the tag is out of range.
+            trio.ClosedResourceError, trio.BrokenResourceError, RuntimeError, MemoryError: as :meth:`send`.
+        """
+        from ._arrays.messages import message_of
+
+        await self.send(message_of(array), tag=tag)
+
+    @enable_ki_protection
+    async def receive_array(
+        self, *, tag: int = 0, out: Any = None, allocate: Callable[[int], Any] | None = None
+    ) -> Any:
+        """Receives the next message of a tag queue, which has one array.
+
+        Args:
+            tag: the tag queue.
+            out: a writable array of the same dtype and shape, of any of the kinds that :meth:`send_array` takes. A
+                large message goes straight into it if it is contiguous, in the same order.
+            allocate: a function that returns writable host memory for a number of bytes, of which the array will be a
+                view: memory of a pool, say. It also holds the header, in front of the array. Without ``out`` only.
+
+        Returns:
+            ``out``, or a new numpy array.
+
+        Cancellation: nothing is lost. If a transfer into memory of yours had begun, it goes on, and the memory must not
+        be used until :meth:`wait_buffers_released` returns; the message goes to the queue's next receive.
+
+        Raises:
+            UnexpectedMessage: the message is no array, several ones, or one of another dtype or shape than ``out``. It
+                was not taken; a large one may have been written to ``out``.
+            MessageTooLong, MemoryError: the message is longer than the connection's ``max_message_size``, and not as
+                long as ``out`` needs; there is no memory for it. It was dropped.
+            TypeError, ValueError: wrong arguments; what ``allocate`` returned cannot be used.
+            ImportError: numpy is not installed, and ``out`` not given.
+            RuntimeError: the device of ``out`` failed; the message is lost.
+            trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError: as for :meth:`receive`.
+        """
+        from ._arrays.messages import receive
+
+        return await receive(self._link, check_tag(tag), self._link.check, True, out, allocate)
+
+    @enable_ki_protection
+    async def send_arrays(self, arrays: Mapping[str, Any] | Sequence[Any], *, tag: int = 0) -> None:
+        """Sends a list of arrays, or a dict of them by name, as one message: as :meth:`send_array`.
+
+        Cancellation: as :meth:`send`.
+
+        Raises: as :meth:`send_array`.
+        """
+        from ._arrays.messages import message_of_many
+
+        await self.send(message_of_many(arrays), tag=tag)
+
+    @enable_ki_protection
+    async def receive_arrays(
+        self,
+        *,
+        tag: int = 0,
+        into: Mapping[str, Any] | Sequence[Any] | None = None,
+        allocate: Callable[[int], Any] | None = None,
+    ) -> Any:
+        """Receives the next message of a tag queue, which has a list or a dict of arrays: as :meth:`receive_array`.
+
+        Args:
+            tag: the tag queue.
+            into: writable arrays of the same dtypes and shapes, as many, in a list or in a dict with the same names. A
+                large message goes straight into them if all are contiguous, and it has them in the same order.
+            allocate: as for :meth:`receive_array`. All arrays are views of the same memory.
+
+        Returns:
+            ``into``, or a list or a dict of new numpy arrays, as it was sent.
+
+        Cancellation: as :meth:`receive_array`.
+
+        Raises: as :meth:`receive_array`.
+        """
+        from ._arrays.messages import receive
+
+        return await receive(self._link, check_tag(tag), self._link.check, False, into, allocate)
 
     def messages(self, tag: int = 0) -> Messages:
         """Returns the messages of a tag queue as an asynchronous iterator, which ends when the peer closes.

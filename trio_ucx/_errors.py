@@ -78,6 +78,13 @@ def refusal(why: RefusalCode, text: str, address: str) -> OSError:
     return kind(number, text, address)
 
 
+class UnexpectedMessage(Error):
+    """The next message is not what the receive is for: of another length, dtype or shape, or no arrays at all.
+
+    It was not taken: the next receive of its tag queue gets it, whatever that is.
+    """
+
+
 class PeerClosed(Error, trio.BrokenResourceError):
     """The peer has closed the connection, or this channel of it, gracefully, or is about to: nothing more can be sent.
 

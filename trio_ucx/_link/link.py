@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import cast
+from typing import Any, cast
 
 import attrs
 import trio
@@ -23,7 +23,7 @@ from ..ucp._internal_api import Buffer, CloseState, WritableBuffer, completed, i
 from .closing import Closing
 from .immutable import immutable
 from .message_port import MessagePort
-from .receiving import Receiving
+from .receiving import ExactTarget, ReceiveTarget, Receiving
 from .sending import Sending
 
 
@@ -214,8 +214,14 @@ class Link:
             return data
         return cast(bytes, await completed(self.receiving.receive(number, Want.BYTES, limit), self.engine))
 
-    async def receive_into(self, number: int, buffer: WritableBuffer) -> int:
-        """Receives a message into a buffer, and returns its length; a schedule point."""
+    async def receive_into(self, number: int, buffer: WritableBuffer, *, exact: bool = False) -> int:
+        """Receives a message into a buffer, and returns its length; a schedule point.
+
+        Args:
+            exact: leave a message of another length.
+        """
+        if exact:
+            return cast(int, await self.receive_suitable(number, ExactTarget(self.engine, buffer)))
         if is_short(buffer, writable=True):
             return await self._receive_copied(number, buffer)
         receiving = self.receiving
@@ -226,6 +232,14 @@ class Link:
         receive.accept(data)
         await self.engine.waiting.schedule_point()
         return len(data)
+
+    async def wait_message(self, number: int) -> int:
+        """Waits for a message, which stays, and returns its length; a schedule point."""
+        return cast(int, await completed(self.receiving.receive(number, Want.LENGTH), self.engine))
+
+    async def receive_suitable(self, number: int, target: ReceiveTarget) -> Any:
+        """Receives a message that the target wants, and returns the target's value; a schedule point."""
+        return await completed(self.receiving.receive_suitable(number, target), self.engine)
 
     async def _receive_copied(self, number: int, buffer: bytearray | memoryview) -> int:
         """Receives into a short buffer."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import trio
 from outcome import Error, Value
 
+from .._errors import UnexpectedMessage
 from .._native import lib
 from .._rules import wire
 from .._rules.credit import ReceiveCredit
@@ -22,6 +23,7 @@ from .._rules.tag_queue import Message, MessageState, Receive, TagQueue, Want
 from .._util.contained import contained
 from ..ucp import Status
 from ..ucp._internal_api import (
+    Engine,
     MessageTooLong,
     Operation,
     Pending,
@@ -212,6 +214,10 @@ class Receiving:
         # Small messages are in memory of ours first, so it must be possible to copy them to the buffer.
         pins = pin(self.engine, buffer, writable=True, copies=True)
         return PendingReceive(self, Want.INTO, pins, pins.size)
+
+    def receive_suitable(self, number: int, target: ReceiveTarget) -> PendingReceive:
+        """Queues a receive that takes the message only if the target wants it; else the message stays."""
+        return self.wait(number, SuitableReceive(self, target))
 
     def wait(self, number: int, receive: PendingReceive) -> PendingReceive:
         """Queues a receive, which may complete at once. (The caller has checked that the connection is open.)"""
@@ -622,6 +628,14 @@ class PendingReceive(Pending):
         finally:
             self.release()
 
+    def fits(self, length: int) -> bool:
+        return self.want is Want.INTO
+
+    def look(self, contents: bytes | None) -> Exception | None:
+        if contents is not None:
+            self.fill(contents)
+        return None
+
     def fill(self, contents: bytes) -> None:
         if self.pins is not None:
             self.pins.fill(memoryview(contents))
@@ -668,6 +682,69 @@ class PendingReceive(Pending):
 
     def internal_error(self, error: BaseException) -> None:
         self._receiving.internal_error(error)
+
+
+class ReceiveTarget(Protocol):
+    """Where a message goes that a receive looks at before it takes it. None of this may run code of the user's."""
+
+    @property
+    def pins(self) -> Pinned | None:
+        """Returns the memory; None if messages are always copied out of memory of ours."""
+
+    @property
+    def value(self) -> Any:
+        """Returns the value of the receive."""
+
+    def fits(self, length: int) -> bool:
+        """Returns True if a message of this length may be written to ``pins``."""
+
+    def look(self, contents: bytes | None) -> Exception | None:
+        """See :meth:`_rules.tag_queue.Receive.look`."""
+
+
+class ExactTarget:
+    """A buffer that a message must fill exactly: a :class:`ReceiveTarget`. Pins it.
+
+    Raises:
+        TypeError, ValueError: not a buffer to receive into.
+    """
+
+    def __init__(self, engine: Engine, buffer: WritableBuffer) -> None:
+        self.pins = pin(engine, buffer, writable=True, copies=True)
+        self.value = self.pins.size
+
+    def fits(self, length: int) -> bool:
+        return length == self.value
+
+    def look(self, contents: bytes | None) -> Exception | None:
+        if contents is not None:
+            if len(contents) != self.value:
+                return UnexpectedMessage(
+                    f"a message of {len(contents)} bytes does not fill a buffer of {self.value} bytes: it was not taken"
+                )
+            self.pins.fill(memoryview(contents))
+        return None
+
+
+class SuitableReceive(PendingReceive):
+    """A receive that looks at its message: ``Want.SUITABLE``."""
+
+    __slots__ = ("_target",)
+
+    def __init__(self, receiving: Receiving, target: ReceiveTarget) -> None:
+        size = 0 if target.pins is None else target.pins.size
+        super().__init__(receiving, Want.SUITABLE, target.pins, max(size, receiving.max_message_size))
+        self._target = target
+
+    def fits(self, length: int) -> bool:
+        return self._target.fits(length)
+
+    def look(self, contents: bytes | None) -> Exception | None:
+        error = self._target.look(contents)
+        return None if error is None else about(self._receiving.ending.origin, error)
+
+    def succeed(self, value: Any) -> None:
+        super().succeed(self._target.value)
 
 
 class Transfer(Operation):

@@ -11,7 +11,8 @@ A message is HELD while UCX has it, MOVING while UCX writes it to memory, READY 
 moved to memory of ours as soon as it arrives; a large one only when there is a receive for it, to the buffer of that
 receive. If that receive is cancelled meanwhile, the transfer goes on, and the receive keeps its buffer, *detached* from
 its task. When the transfer ends, the message is saved out of the buffer, which then is its owner's again, and the next
-receive of the queue gets the message, whichever that is.
+receive of the queue gets the message, whichever that is. A receive that looks at its message (``Want.SUITABLE``) and
+does not want it ends with an error, and leaves the message in the same way.
 
 When the peer is lost, a message that had not arrived whole may be missing between messages that had. A tag queue ends
 at the first missing message: it delivers nothing behind it, and every later receive gets the error.
@@ -41,6 +42,7 @@ class Want(enum.Enum):
     COPY = enum.auto()  # bytes, to be copied to a small buffer of the user's, whose size is the limit
     INTO = enum.auto()
     LENGTH = enum.auto()  # wait_message: does not take the message
+    SUITABLE = enum.auto()  # into a buffer, if the receive wants it: else the message stays
 
 
 class Message:
@@ -98,6 +100,19 @@ class Receive(Protocol):
     message: Message | None
     #: Whether its task is gone, while a message is written to its buffer.
     detached: bool
+
+    def fits(self, length: int) -> bool:
+        """Returns True if a message of this length may be written to its buffer at once."""
+
+    def look(self, contents: bytes | None) -> Exception | None:
+        """Looks at a message. Returns None if it takes the message, else the error to end with (Want.SUITABLE only).
+
+        Args:
+            contents: the message, which it copies to its buffer, if it has one; None if the message lies there.
+
+        Raises:
+            RuntimeError: the device of the buffer failed.
+        """
 
     def fill(self, contents: bytes) -> None:
         """Copies a message to its buffer, if it has one.
@@ -316,9 +331,10 @@ class TagQueue:
         if self.messages or self._advancing or self.failure is not None:
             return False
         receive = self.receives[0]
-        if receive.want is Want.LENGTH or len(data) > receive.limit:
+        want = receive.want
+        if want is Want.LENGTH or want is Want.SUITABLE or len(data) > receive.limit:
             return False
-        if receive.want is Want.INTO:
+        if want is Want.INTO:
             self._fill_first(receive, data)
         else:
             self.receives.popleft()
@@ -333,7 +349,7 @@ class TagQueue:
         if not self.messages and not self._advancing:
             while self.receives and packed.remaining:
                 receive = self.receives[0]
-                if receive.want is Want.LENGTH or packed.length > receive.limit:
+                if receive.want in (Want.LENGTH, Want.SUITABLE) or packed.length > receive.limit:
                     break
                 if receive.want is Want.INTO:
                     self._fill_first(receive, packed.pop())
@@ -584,7 +600,7 @@ class TagQueue:
     def _move(self, message: Message, receive: Receive) -> None:
         # A peer that dies may have written only part of a short message. A receive that waited for the rest would keep
         # the user's buffer, so such a message is received into memory of ours and copied.
-        if receive.want is Want.INTO and not message.whole:
+        if receive.fits(message.length) and not message.whole:
             message.receive = receive
             receive.message = message
             try:
@@ -617,12 +633,11 @@ class TagQueue:
     def _deliver(self, message: Message, receive: Receive) -> None:
         if message.receive is not receive:
             self._save(message)
-        if receive.want is Want.INTO and message.receive is not receive and message.error is None:
-            assert message.contents is not None
-            try:
-                receive.fill(message.contents)
-            except RuntimeError as error:
-                message.error = error
+        error = self._look(message, receive)
+        if error is not None:
+            self._remove(receive)
+            receive.fail(error)
+            return
         self._part(message)
         del self.messages[0]
         self._remove(receive)
@@ -631,6 +646,21 @@ class TagQueue:
         else:
             receive.succeed(message.length if receive.want is Want.INTO else message.contents)
         self.mover.consumed(message)
+
+    def _look(self, message: Message, receive: Receive) -> Exception | None:
+        """Lets a receive look at its message, and take it. Returns its error if it leaves it.
+
+        A message in the receive's buffer that it does not want is saved, and it looks once more: it may convert it.
+        """
+        try:
+            error = receive.look(None) if message.receive is receive else None
+            if error is not None:
+                self._save(message)
+            if message.contents is not None and message.error is None:
+                error = receive.look(message.contents)
+        except RuntimeError as failure:
+            message.error, error = failure, None
+        return error if message.error is None else None
 
     # ---- the end ----
 

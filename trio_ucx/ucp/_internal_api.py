@@ -21,6 +21,7 @@ from ._engine.waits import Pending, Signal, Waiters
 from ._keys import KeyPair, new_key
 from ._listener import ListenerCore
 from ._memory.buffers import Buffer, Pinned, WritableBuffer, new_bytes
+from ._memory.foreign import Array, array_of
 from ._memory.pointers import check_elements
 from ._quirks import descriptors
 from ._quirks.default_options import DEFAULT_OPTIONS
@@ -74,7 +75,9 @@ __all__ = [
     "connect_shared",  # makes a shared endpoint, or gets it
     # Buffers, and sending
     "DEFER_SECONDS",  # how long work may be deferred while other tasks run
+    "Array",  # memory that is not exported by the buffer protocol
     "Pinned",  # a buffer that UCX uses
+    "array_of",  # the Array of a DLPack object, say
     "check_elements",  # refuses a buffer whose elements are pointers
     "is_short",  # True if copying a buffer costs less than pinning it
     "new_bytes",  # makes bytes that UCX is to fill

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,6 +77,7 @@ class Array:
         memory_type: None for memory that UCX shall look at itself.
         readonly: whether it must not be written to.
         keep: what keeps it there.
+        dtype: what numpy calls the elements (``"<f4"``), or a name (``"bfloat16"``); "" if that is not known.
     """
 
     address: int
@@ -85,6 +87,7 @@ class Array:
     memory_type: MemoryType | None
     readonly: bool
     keep: object
+    dtype: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -154,9 +157,10 @@ def _from_cuda_interface(data: object, interface: Any) -> Array:
         )
     strides = None if strides is None else tuple(strides)
     address = address or 0
+    dtype = "" if interface["typestr"][1] == "V" else interface["typestr"]
     if not address or 0 in shape:
         # An empty array has no memory, and so no kind.
-        return _checked(data, Array(0, itemsize, shape, strides, MemoryType.HOST, bool(readonly), data))
+        return _checked(data, Array(0, itemsize, shape, strides, MemoryType.HOST, bool(readonly), data, dtype))
     driver = _cuda.driver()
     if stream is not None:
         if stream == 0:
@@ -170,7 +174,7 @@ def _from_cuda_interface(data: object, interface: Any) -> Array:
         memory_type = MemoryType.CUDA_MANAGED
     elif driver.is_host(address):
         memory_type = MemoryType.HOST
-    return _checked(data, Array(address, itemsize, shape, strides, memory_type, bool(readonly), data))
+    return _checked(data, Array(address, itemsize, shape, strides, memory_type, bool(readonly), data, dtype))
 
 
 def _check_fields(descr: Any) -> None:
@@ -239,6 +243,19 @@ _LEGACY, _VERSIONED = b"dltensor", b"dltensor_versioned"
 
 #: A DLDataTypeCode.
 _OPAQUE = 3
+#: numpy's letters for the others; the names of those that numpy does not have.
+_LETTERS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
+_NAMES = {
+    4: "bfloat16",
+    7: "float8_e3m4",
+    8: "float8_e4m3",
+    9: "float8_e4m3b11fnuz",
+    10: "float8_e4m3fn",
+    11: "float8_e4m3fnuz",
+    12: "float8_e5m2",
+    13: "float8_e5m2fnuz",
+    14: "float8_e8m0fnu",
+}
 #: DLDeviceType.
 _CUDA, _ROCM = 2, 10
 _DEVICES = {
@@ -292,7 +309,8 @@ def _from_dlpack(data: Any) -> Array:
         address, memory_type = 0, MemoryType.HOST
     # What is written to a copy would be lost.
     readonly = bool(flags & (_READ_ONLY | _IS_COPIED))
-    array = _checked(data, Array(address, itemsize, shape, strides, memory_type, readonly, (capsule, data)))
+    dtype = _dtype_of(tensor.code, bits, tensor.lanes)
+    array = _checked(data, Array(address, itemsize, shape, strides, memory_type, readonly, (capsule, data), dtype))
     if memory_type in (MemoryType.CUDA, MemoryType.CUDA_MANAGED):
         _cuda.driver().synchronize(_cuda.LEGACY_STREAM, address)
     return array
@@ -303,6 +321,14 @@ def _capsule_of(data: Any, options: dict[str, Any]) -> object:
         return data.__dlpack__(max_version=(1, 0), **options)
     except TypeError:
         return data.__dlpack__(**options)  # from before DLPack 1.0
+
+
+def _dtype_of(code: int, bits: int, lanes: int) -> str:
+    """Returns :attr:`Array.dtype` of elements of so many bits, all lanes together."""
+    if lanes != 1 or code not in _LETTERS:
+        return _NAMES.get(code, "") if lanes == 1 else ""
+    order = "|" if bits == 8 else "<" if sys.byteorder == "little" else ">"
+    return f"{order}{_LETTERS[code]}{bits // 8}"
 
 
 def _numbers(pointer: Sequence[int], count: int) -> tuple[int, ...]:

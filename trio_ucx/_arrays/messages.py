@@ -1,0 +1,342 @@
+"""Arrays to messages, and messages to arrays.
+
+A message goes straight into the arrays of the caller when it is as long as one with exactly these arrays would be, and
+its header is then compared with the header that those would have. Everything else (another order, an array that is not
+contiguous, short messages) is first in memory of the library, and is copied. Without arrays of the caller, the arrays
+are views of one block of memory that is as long as the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import trio
+
+from .._errors import UnexpectedMessage
+from .._native import ffi
+from ..ucp._internal_api import Buffer, Engine, Pinned, pin
+from .describe import Described, describe
+from .header import PREFIX_SIZE, ArraysLayout, BadHeader, decode, encode, header_size, numpy_dtype
+
+#: Up to so many bytes, a message is copied rather than gathered or scattered: that is faster.
+COPIED = 8192
+
+#: Returns writable host memory of at least so many bytes.
+Allocate = Callable[[int], Any]
+#: One array, a list of arrays, or a dict of them by name.
+Arrays = Any
+
+
+def _named(arrays: Mapping[str, Any] | Sequence[Any], what: str) -> tuple[tuple[str, ...] | None, list[Any]]:
+    """Returns the names of a dict of arrays (None for a list), and the arrays."""
+    if isinstance(arrays, Mapping):
+        wrong = next((name for name in arrays if type(name) is not str), None)
+        if wrong is not None:
+            raise TypeError(f"the names of {what} must be strings, not {wrong!r}")
+        return tuple(arrays), list(arrays.values())
+    if isinstance(arrays, (list, tuple)):
+        return None, list(arrays)
+    raise TypeError(f"{what} must be a list or a dict of arrays, not {type(arrays).__name__}; see send_array for one")
+
+
+# ---- sending ----
+
+
+def message_of(array: Any) -> Buffer:
+    """Returns the message with one array."""
+    return _message(True, None, [array])
+
+
+def message_of_many(arrays: Mapping[str, Any] | Sequence[Any]) -> Buffer:
+    """Returns the message with a list or a dict of arrays."""
+    return _message(False, *_named(arrays, "arrays"))
+
+
+def _message(single: bool, names: tuple[str, ...] | None, arrays: Sequence[Any]) -> Buffer:
+    described = [_contiguous(describe(array, "send")) for array in arrays]
+    head, layout = encode(single, names, tuple(one.kind for one in described))
+    parts: list[Any] = [head]
+    position = layout.header_size
+    for one, offset, size in zip(described, layout.offsets, layout.sizes, strict=True):
+        if offset > position:
+            parts.append(bytes(offset - position))
+        if size:
+            parts.append(_bytes_of(one.buffer, size) if one.on_device else one.buffer)
+        position = offset + size
+    return b"".join(parts) if layout.size <= COPIED and _joins(described) else parts
+
+
+def _joins(described: Sequence[Described]) -> bool:
+    """Returns True if ``bytes.join`` takes all the buffers."""
+    return all(type(one.buffer).__name__ != "DeviceBuffer" for one in described)
+
+
+def _contiguous(described: Described) -> Described:
+    if described.buffer is not None:
+        return described
+    import numpy
+
+    return describe(numpy.ascontiguousarray(described.array), "send")
+
+
+def _bytes_of(buffer: Any, size: int) -> bytes:
+    """Returns a copy of a device's memory: a message has one kind of memory, and the header is in the host's."""
+    pins = Pinned(buffer)
+    try:
+        return pins.copy(size)
+    finally:
+        pins.release()
+
+
+# ---- receiving into arrays of the caller ----
+
+
+class ArraysTarget:
+    """Receives into arrays of the caller's: a ``_link.receiving.ReceiveTarget``.
+
+    Args:
+        engine: of the connection.
+        out: the caller's array, list or dict, which is what the receive returns.
+
+    Raises:
+        TypeError, ValueError: they are no writable arrays.
+    """
+
+    def __init__(self, engine: Engine, single: bool, out: Arrays) -> None:
+        names, arrays = (None, [out]) if single else _named(out, "the arrays to receive into")
+        self.value = out
+        self.pins: Pinned | None = None
+        self._described = [describe(array, "receive into") for array in arrays]
+        for one in self._described:
+            if _is_read_only(one.array):
+                raise TypeError(f"cannot receive into a read-only {type(one.array).__name__}")
+        self._head, self._layout = encode(single, names, tuple(one.kind for one in self._described))
+        self._found = bytearray(len(self._head))
+        if self._layout.size > COPIED and all(one.buffer is not None and not one.on_device for one in self._described):
+            self.pins = pin(engine, self._parts(), writable=True, copies=True)
+
+    def _parts(self) -> list[Any]:
+        parts: list[Any] = [self._found]
+        position = self._layout.header_size
+        for one, offset, size in zip(self._described, self._layout.offsets, self._layout.sizes, strict=True):
+            if offset > position:
+                parts.append(bytearray(offset - position))
+            if size:
+                parts.append(one.buffer)
+            position = offset + size
+        return parts
+
+    def fits(self, length: int) -> bool:
+        return self.pins is not None and length == self._layout.size
+
+    def look(self, contents: bytes | None) -> Exception | None:
+        if contents is None:
+            return None if self._found == self._head else UnexpectedMessage("other arrays")
+        try:
+            found = layout_of(contents)
+            sources = self._sources(found)
+            for source, one in zip(sources, self._described, strict=True):
+                self._copy(found, source, one, contents)
+        except (_Mismatch, ImportError) as error:
+            return UnexpectedMessage(str(error))
+        return None
+
+    def _sources(self, found: ArraysLayout) -> list[int]:
+        """Returns which array of the message each of the caller's arrays gets.
+
+        Raises:
+            _Mismatch: they do not go together.
+        """
+        wanted = self._layout
+        sources = list(range(len(found.arrays)))
+        same = found.single == wanted.single and len(found.arrays) == len(wanted.arrays)
+        if same and found.names is not None and wanted.names is not None:
+            same = set(found.names) == set(wanted.names)
+            sources = [found.names.index(name) for name in wanted.names] if same else []
+        elif found.names is not wanted.names:
+            same = False
+        if same:
+            pairs = [(found.arrays[source], kind) for source, kind in zip(sources, wanted.arrays, strict=True)]
+            same = all(one.dtype == other.dtype and one.shape == other.shape for one, other in pairs)
+        if not same:
+            raise _Mismatch(f"the message is {found}, and is to be received into {wanted}; it was not taken")
+        return sources
+
+    def _copy(self, found: ArraysLayout, source: int, one: Described, contents: bytes) -> None:
+        start, size = found.offsets[source], found.sizes[source]
+        if one.buffer is not None and found.arrays[source].order == one.kind.order:
+            if size:
+                pins = Pinned(one.buffer, writable=True)
+                try:
+                    pins.fill(memoryview(contents)[start : start + size])
+                finally:
+                    pins.release()
+            return
+        if not hasattr(one.array, "flags"):
+            raise _Mismatch(
+                f"the message has an array of {found.arrays[source]}, and is to be received into one of {one.kind}: "
+                "only numpy's arrays can be converted; it was not taken"
+            )
+        one.array[...] = _view(found, source, contents)
+
+
+class _Mismatch(Exception):
+    """A message is not what is to be received."""
+
+
+def _is_read_only(array: Any) -> bool:
+    flags = getattr(array, "flags", None)
+    return flags is not None and not getattr(flags, "writeable", True)
+
+
+# ---- receiving into fresh memory ----
+
+
+class FreshTarget:
+    """Receives into memory of which the arrays become views, its value: a ``_link.receiving.ReceiveTarget``.
+
+    Args:
+        engine: of the connection.
+        memory: what ``allocate`` has returned; None: that of the message itself.
+        size: the length of the message that ``memory`` was allocated for.
+    """
+
+    def __init__(self, engine: Engine, single: bool, memory: Any = None, size: int = 0) -> None:
+        self._single = single
+        self._memory = None if memory is None else _block(memory, size)
+        self.pins = None if self._memory is None else pin(engine, self._memory, writable=True)
+        self.value: Any = None
+
+    def fits(self, length: int) -> bool:
+        return self.pins is not None and length == self.pins.size
+
+    def look(self, contents: bytes | None) -> Exception | None:
+        memory: Any = self._memory
+        if contents is not None:
+            # Nobody else has these bytes, which were made for the message, so they may become writable.
+            memory = ffi.buffer(ffi.from_buffer("char[]", contents))
+            if self._memory is not None and len(contents) == len(self._memory):
+                memory = self._memory
+                memory[:] = contents
+        assert memory is not None
+        try:
+            layout = layout_of(memory)
+            if layout.single != self._single:
+                right = "receive_array" if layout.single else "receive_arrays"
+                raise _Mismatch(f"the message is {layout}: call {right}; it was not taken")
+            views = [_view(layout, index, memory) for index in range(len(layout.arrays))]
+        except (_Mismatch, ImportError) as error:
+            return UnexpectedMessage(str(error))
+        if self._single:
+            self.value = views[0]
+        else:
+            self.value = views if layout.names is None else dict(zip(layout.names, views, strict=True))
+        return None
+
+
+def _block(memory: Any, size: int) -> memoryview:
+    """Returns the first bytes of what ``allocate`` has returned.
+
+    Raises:
+        TypeError, ValueError: it is no writable host memory, or too short.
+    """
+    try:
+        view = memoryview(memory)
+    except TypeError:
+        raise TypeError(f"allocate must return writable host memory, not {type(memory).__name__}") from None
+    if view.readonly or not view.c_contiguous:
+        raise TypeError("allocate must return writable contiguous memory")
+    if view.nbytes < size:
+        raise ValueError(f"allocate({size}) has returned {view.nbytes} bytes")
+    return view.cast("B")[:size]
+
+
+def layout_of(message: Any) -> ArraysLayout:
+    """Returns what the header of a message says, which describes exactly this message.
+
+    Raises:
+        _Mismatch: it has no such header.
+        ImportError: see :func:`header.decode`.
+    """
+    try:
+        size = header_size(bytes(message[:PREFIX_SIZE]), len(message))
+        layout = decode(bytes(message[:size]))
+        if layout.size != len(message):
+            raise BadHeader(f"its header describes {layout.size} bytes")
+    except BadHeader as error:
+        raise _Mismatch(
+            f"the message, of {len(message)} bytes, has no arrays: {error}. It was not taken: receive it as bytes"
+        ) from None
+    return layout
+
+
+def _view(layout: ArraysLayout, index: int, memory: Any) -> Any:
+    """Returns an array in the memory of a message.
+
+    Raises:
+        _Mismatch: numpy has no such array.
+        ImportError: numpy is missing, or ml_dtypes.
+    """
+    import numpy
+
+    kind = layout.arrays[index]
+    try:
+        dtype = numpy_dtype(kind.dtype)
+        return numpy.ndarray(kind.shape, dtype, memory, layout.offsets[index], order=kind.order)
+    except (ValueError, TypeError, OverflowError, MemoryError) as error:
+        raise _Mismatch(f"numpy has no such array ({kind}): {error}. The message was not taken") from error
+
+
+class SupportsReceive(Protocol):
+    """What receives from a tag queue: a ``_link.link.Link``."""
+
+    engine: Engine
+
+    async def wait_message(self, number: int) -> int: ...
+    async def receive_suitable(self, number: int, target: Any) -> Any: ...
+
+
+async def receive(
+    link: SupportsReceive, number: int, check: Callable[[], None], single: bool, into: Arrays, allocate: Allocate | None
+) -> Any:
+    """Receives the next message of a tag queue, which has arrays.
+
+    Args:
+        check: raises an error if nothing can be received.
+        single: whether it must be one array, not a list or dict of them.
+        into: arrays of the caller's; None: fresh ones.
+        allocate: returns memory for a message of so many bytes.
+    """
+    target: ArraysTarget | FreshTarget
+    if into is not None:
+        if allocate is not None:
+            raise TypeError("receive into arrays of yours, or give allocate, not both")
+        target = ArraysTarget(link.engine, single, into)
+    else:
+        _require_numpy()
+        if allocate is not None and not callable(allocate):
+            raise TypeError(f"allocate must be a function of a number of bytes, not {type(allocate).__name__}")
+        target = FreshTarget(link.engine, single)
+    try:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        check()
+        if allocate is not None:
+            size = await link.wait_message(number)
+            check()
+            target = FreshTarget(link.engine, single, allocate(size), size)
+            check()
+    except BaseException:
+        if target.pins is not None:
+            target.pins.release()
+        raise
+    return await link.receive_suitable(number, target)
+
+
+def _require_numpy() -> None:
+    try:
+        import numpy  # noqa: F401
+    except ImportError:
+        raise ImportError(
+            "arrays are received as numpy's: install numpy, or receive into arrays of yours, of whatever kind"
+        ) from None
