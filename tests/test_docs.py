@@ -16,6 +16,13 @@ ROOT = Path(__file__).parent.parent
 
 PRINTED = {
     "README.md": ["b'reward'"],
+    "docs/arrays.md": [
+        r"float32 \(2, 3\)",
+        r"\['step', 'weights'\] 7",
+        r"\[0 1 2\]",
+        r"the message is an array .*dtype <f8, shape \(5,\).*received into an array \(dtype <i8, shape \(3,\)\).*",
+        "5",
+    ],
     "docs/blocks.md": ["1 2"],
     "docs/chains.md": [r"0 b'seven' b'a row'"],
     "docs/ucp.md": ["b'header' b'data' True", "24", r"\d+", "b'written from afar'"],

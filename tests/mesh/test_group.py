@@ -290,6 +290,8 @@ async def test_barrier_waits_for_all(tmp_path: Path) -> None:
         np.array(["2026-01-01"], dtype="M8[D]"),
         np.arange(3, dtype=">i4"),
         np.zeros(2, dtype=[("a", "f4", (2,))]),
+        np.zeros(1, dtype=[("a", [("x", "i4")])]),
+        np.zeros(1, dtype=np.dtype([("a", "i1"), ("b", "i4")], align=True)),
         np.zeros((0, 2)),
     ],
     ids=lambda array: str(array.dtype),
@@ -417,11 +419,8 @@ async def test_wrong_arguments(tmp_path: Path) -> None:
             await group.gather(b"", root=2)
         with pytest.raises(TypeError, match="objects"):
             await group.all_gather(np.array([{}], dtype=object))
-        nested = np.zeros(1, dtype=[("a", [("x", "i4")])])
-        padded = np.zeros(1, dtype=np.dtype([("a", "i1"), ("b", "i4")], align=True))
-        for array in (nested, padded, np.ma.masked_array([1], [True])):
-            with pytest.raises(TypeError, match="cannot be sent"):
-                await group.all_gather(array)
+        with pytest.raises(TypeError, match="mask"):
+            await group.all_gather(np.ma.masked_array([1], [True]))
         for wrong in (group.rank, 99):
             with pytest.raises(ValueError, match="rank"):
                 await group.send_receive(b"not sent", to=1 - group.rank, source=wrong, tag=3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from functools import lru_cache
 from typing import Any, Literal
 
 import attrs
@@ -32,12 +33,14 @@ class Described:
         buffer: its bytes, in its order: for a send or a receive. None if they are not contiguous.
         array: the object itself.
         on_device: whether the bytes are in a device's memory.
+        joins: whether ``bytes.join`` takes the buffer.
     """
 
     kind: ArrayKind
     buffer: Any
     array: Any
     on_device: bool = False
+    joins: bool = True
 
 
 def describe(array: Any, purpose: str) -> Described:
@@ -80,7 +83,7 @@ def describe(array: Any, purpose: str) -> Described:
 def _of_numpy(numpy: Any, array: Any) -> Described:
     if isinstance(array, numpy.generic):
         array = numpy.asarray(array)
-    kind = ArrayKind(_name(numpy, array.dtype), array.shape)
+    kind = ArrayKind(_name(array.dtype), array.shape)
     if array.flags.c_contiguous:
         flat = array
     elif array.flags.f_contiguous:
@@ -92,8 +95,11 @@ def _of_numpy(numpy: Any, array: Any) -> Described:
     return Described(kind, flat.reshape(-1).view(numpy.uint8), array)  # dates have no buffer protocol of their own
 
 
-def _name(numpy: Any, dtype: Any) -> str:
+@lru_cache(maxsize=256)
+def _name(dtype: Any) -> str:
     """Returns what the header calls a dtype of numpy's."""
+    import numpy
+
     name = str(dtype.name)
     if name in OTHERS:
         return name
@@ -144,4 +150,4 @@ def _of_array(array: Any, found: Array, purpose: str) -> Described:
         raise ValueError(f"cannot {purpose} a non-contiguous {type(array).__name__}: make it contiguous first")
     assert found.memory_type is not None
     buffer = DeviceBuffer(found.address, found.nbytes, found.memory_type, (found.keep, array))
-    return Described(ArrayKind(found.dtype, found.shape, order), buffer, array, on_device)
+    return Described(ArrayKind(found.dtype, found.shape, order), buffer, array, on_device, joins=on_device)

@@ -64,12 +64,7 @@ def _message(single: bool, names: tuple[str, ...] | None, arrays: Sequence[Any])
         if size:
             parts.append(_bytes_of(one.buffer, size) if one.on_device else one.buffer)
         position = offset + size
-    return b"".join(parts) if layout.size <= COPIED and _joins(described) else parts
-
-
-def _joins(described: Sequence[Described]) -> bool:
-    """Returns True if ``bytes.join`` takes all the buffers."""
-    return all(type(one.buffer).__name__ != "DeviceBuffer" for one in described)
+    return b"".join(parts) if layout.size <= COPIED and all(one.joins for one in described) else parts
 
 
 def _contiguous(described: Described) -> Described:
@@ -87,6 +82,25 @@ def _bytes_of(buffer: Any, size: int) -> bytes:
         return pins.copy(size)
     finally:
         pins.release()
+
+
+def pack(array: Any) -> bytes:
+    """Returns a copy of the message with one array."""
+    message = message_of(array)
+    return message if isinstance(message, bytes) else b"".join(message)  # type: ignore[arg-type]
+
+
+def unpack(message: bytes) -> Any:
+    """Returns the array of a message of which nobody has another reference: the array is a view of it.
+
+    Raises:
+        UnexpectedMessage: the message is no such array.
+    """
+    target = FreshTarget(True)
+    error = target.look(message)
+    if error is not None:
+        raise error
+    return target.value
 
 
 # ---- receiving into arrays of the caller ----
@@ -166,7 +180,9 @@ class ArraysTarget:
     def _copy(self, found: ArraysLayout, source: int, one: Described, contents: bytes) -> None:
         start, size = found.offsets[source], found.sizes[source]
         if one.buffer is not None and found.arrays[source].order == one.kind.order:
-            if size:
+            if size and one.joins:
+                memoryview(one.buffer).cast("B")[:] = contents[start : start + size]
+            elif size:
                 pins = Pinned(one.buffer, writable=True)
                 try:
                     pins.fill(memoryview(contents)[start : start + size])
@@ -197,15 +213,14 @@ class FreshTarget:
     """Receives into memory of which the arrays become views, its value: a ``_link.receiving.ReceiveTarget``.
 
     Args:
-        engine: of the connection.
-        memory: what ``allocate`` has returned; None: that of the message itself.
-        size: the length of the message that ``memory`` was allocated for.
+        memory: memory of the caller's, for a message of this length; None: that of the message itself.
+        pins: the same, pinned.
     """
 
-    def __init__(self, engine: Engine, single: bool, memory: Any = None, size: int = 0) -> None:
+    def __init__(self, single: bool, memory: memoryview | None = None, pins: Pinned | None = None) -> None:
         self._single = single
-        self._memory = None if memory is None else _block(memory, size)
-        self.pins = None if self._memory is None else pin(engine, self._memory, writable=True)
+        self._memory = memory
+        self.pins = pins
         self.value: Any = None
 
     def fits(self, length: int) -> bool:
@@ -317,15 +332,16 @@ async def receive(
         _require_numpy()
         if allocate is not None and not callable(allocate):
             raise TypeError(f"allocate must be a function of a number of bytes, not {type(allocate).__name__}")
-        target = FreshTarget(link.engine, single)
+        target = FreshTarget(single)
     try:
         await trio.lowlevel.checkpoint_if_cancelled()
         check()
         if allocate is not None:
             size = await link.wait_message(number)
             check()
-            target = FreshTarget(link.engine, single, allocate(size), size)
+            memory = _block(allocate(size), size)
             check()
+            target = FreshTarget(single, memory, pin(link.engine, memory, writable=True))
     except BaseException:
         if target.pins is not None:
             target.pins.release()

@@ -15,7 +15,6 @@ all_gather Bruck                           ceil(log2 n)
 
 from __future__ import annotations
 
-import json
 import struct
 import sys
 from collections.abc import Generator, Iterable
@@ -112,54 +111,43 @@ def unpack(data: bytes) -> list[bytes]:
 
 # ---- bytes and arrays ----
 
+#: The first byte of a value: what follows are bytes, or a message with an array.
+_BYTES, _ARRAY = b"\0", b"\1"
+
 
 def encode_value(value: Any) -> bytes:
     """bytes for a value of a collective: an object with the buffer protocol, or a NumPy array.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is neither; or an array with a mask, or with Python objects.
     """
     if type(value) is bytes:
-        return b"\0" + value
+        return _BYTES + value
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
-        return _encode_array(numpy, value)
+        from .._arrays.messages import pack
+
+        return _ARRAY + pack(value)
     try:
         view = memoryview(value)
     except TypeError:
         raise TypeError(f"a value must be bytes-like or a NumPy array, not {type(value).__name__}") from None
     if not view.contiguous:
         raise TypeError("the buffer is not contiguous; copy it first")
-    return b"\0" + view.tobytes()
-
-
-def _encode_array(numpy: Any, value: Any) -> bytes:
-    dtype = value.dtype
-    head = json.dumps([dtype.descr if dtype.names else dtype.str, value.shape], default=str)
-    if isinstance(value, numpy.ma.MaskedArray) or dtype.hasobject or _dtype(numpy, json.loads(head)[0]) != dtype:
-        raise TypeError(
-            f"{type(value).__name__} of {dtype} cannot be sent: masked arrays, Python objects, and dtypes with "
-            "padding, titles or fields inside fields are not supported. Send bytes"
-        )
-    return b"".join((b"\1", struct.pack("<I", len(head)), head.encode(), value.tobytes()))
-
-
-def _dtype(numpy: Any, text: Any) -> Any:
-    """The dtype that was encoded; None for one that cannot be."""
-    try:
-        return numpy.dtype([(name, *rest) for name, *rest in text] if isinstance(text, list) else text)
-    except (TypeError, ValueError):
-        return None
+    return _BYTES + view.tobytes()
 
 
 def decode_value(data: bytes) -> Any:
-    if data[:1] == b"\0":
-        return data[1:]
-    import numpy
+    """Returns what :func:`encode_value` had.
 
-    (length,) = struct.unpack_from("<I", data, 1)
-    text, shape = json.loads(data[5 : 5 + length])
-    return numpy.frombuffer(data, _dtype(numpy, text), offset=5 + length).reshape(shape).copy()
+    Raises:
+        UnexpectedMessage: it cannot be made here: numpy is missing, say.
+    """
+    if data[:1] == _BYTES:
+        return data[1:]
+    from .._arrays.messages import unpack
+
+    return unpack(data[1:])
 
 
 def decode_values(parts: Iterable[bytes]) -> list[Any]:
