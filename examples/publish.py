@@ -4,9 +4,10 @@
     python examples/publish.py serve [--listen HOST:PORT] [--interval SECONDS]     # prints its address
     python examples/publish.py watch HOST:PORT [--count N] [--pause SECONDS]
 
-The publisher counts, and sends the newest count to every subscriber. A subscriber that reads slowly (``--pause``) has
-at most UNREAD messages unread, and lags by no more: while it has so many, the publisher sends it nothing. SIGTERM or
-Ctrl-C ends the publisher gracefully; subscribers then wait until it is there again.
+The publisher counts, and sends each count to every subscriber. A subscriber that reads slowly (``--pause``) gets the
+newest count: its library keeps no other one. While its process is suspended, the publisher sends it as much as its
+window takes, and then nothing. SIGTERM or Ctrl-C ends the publisher gracefully; subscribers then wait until it is there
+again.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ import trio
 import trio_ucx
 
 AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
-#: Messages that a subscriber may have unread.
-UNREAD = 4
 
 
 async def subscribed(connection: trio_ucx.Connection) -> None:
@@ -37,7 +36,7 @@ async def publish(server: trio_ucx.Server, interval: float) -> None:
     while True:
         for connection in server.connections:
             with suppress(trio.WouldBlock, trio.BrokenResourceError, trio.ClosedResourceError):
-                connection.send_nowait(b"%d" % count, max_unread=UNREAD)
+                connection.send_nowait(b"%d" % count)
         count += 1
         await trio.sleep(interval)
 
@@ -62,11 +61,12 @@ async def watch(address: tuple[str, int], count: int, pause: float) -> None:
     while count:
         with suppress(trio.BrokenResourceError):
             async with trio_ucx.connect(address, authkey=AUTHKEY, retry=trio_ucx.Backoff()) as connection:
-                async for message in connection.messages():
-                    print(message.decode(), flush=True)
-                    count -= 1
-                    if not count:
+                while count:
+                    try:
+                        print((await connection.receive_newest()).decode(), flush=True)
+                    except trio.EndOfChannel:
                         break
+                    count -= 1
                     await trio.sleep(pause)
 
 

@@ -40,7 +40,7 @@ async def handler(connection: trio_ucx.Connection) -> None:
 
 
 async def messages(c: trio_ucx.Connection, matrix: npt.NDArray[np.float64], chunks: list[bytes]) -> None:
-    await c.send(b"", tag=5, max_unread=3)
+    await c.send(b"", tag=5)
     await c.send(bytearray())
     await c.send(memoryview(b"")[1:])
     await c.send(array.array("d", [1.0]))

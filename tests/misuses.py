@@ -29,7 +29,7 @@ async def messages(c: trio_ucx.Connection) -> None:
     await c.send([ucp.Strided(np.zeros((4, 4))[:, 1])])  # refused
     await c.send(b"", 5)  # refused
     await c.send(b"", tag="5")  # refused
-    await c.send(b"", max_unread="few")  # refused
+    await c.receive_newest(max_size="few")  # refused
     c.send(b"")  # refused
     c.send_nowait("text")  # refused
     await c.send_all("text")  # refused

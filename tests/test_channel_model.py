@@ -27,8 +27,6 @@ from trio_ucx.ucp._engine.waits import Pending
 PLAIN_TAGS = range(1, 3)
 CHANNEL_TAGS = range(100, 102)
 MAX_CHANNELS = 3
-#: The values of ``max_unread`` for the messages of a tag queue, by the number of the tag queue, modulo 4.
-LIMITS: dict[int, list[int] | list[None]] = {0: [1], 1: [None], 2: [1, 2], 3: [None]}
 WINDOWS = [4096, 4096, 4096, 9000, 40_000]
 THRESHOLDS = [5001, 5001, 1025, 0]
 SIZES = [8, 8, 8, 300, 900, 3000, 6000, 9000]
@@ -79,8 +77,6 @@ class Program:
         self.channels: list[End] = []
         self.sent = 0
         self.sends: list[tuple[Message, Pending]] = []
-        #: Sends that wait because of ``max_unread``.
-        self.bounded_sends: list[tuple[End, int]] = []
         self.receives: list[tuple[End, PendingReceive, bytearray | None]] = []
 
     def some_end(self) -> End:
@@ -120,10 +116,7 @@ class Program:
 
     def send(self) -> None:
         end = self.some_end()
-        limit = self.chance.choice(LIMITS[end.number % 4])
-        if limit is not None and len(self.bounded_sends) < 3:
-            self.bounded_sends.append((end, limit))
-        elif limit is None and end.usable and len(self.sends) < 5:
+        if end.usable and len(self.sends) < 5:
             self.submit(end)
 
     def submit(self, end: End) -> None:
@@ -138,13 +131,11 @@ class Program:
         end, message = end or self.some_end(), self.next_message()
         if end.usable:
             with suppress(trio.WouldBlock):
-                self.link.send_nowait(end.number, message.data, self.chance.choice(LIMITS[end.number % 4]))
+                self.link.send_nowait(end.number, message.data)
                 end.life[self.which].append(message)
 
     def cancel_send(self) -> None:
-        if self.bounded_sends and self.chance.random() < 0.3:
-            self.bounded_sends.pop()
-        elif self.sends:
+        if self.sends:
             message, pending = self.sends.pop(self.chance.randrange(len(self.sends)))
             message.may_be_missing = True
             pending.cancel()
@@ -208,18 +199,6 @@ class Program:
                 self.received(end, None)
             else:
                 self.received(end, value if buffer is None else bytes(buffer[:value]))
-        for end, limit in list(self.bounded_sends):  # what ``Link.wait_unread`` does
-            queue = self.link.queues[end.number] if end.usable else None
-            if queue is None or self.link.sending.may_add(queue, limit):
-                self.bounded_sends.remove((end, limit))
-                if queue is not None:
-                    self.link.sending.count_unread(queue)
-                    self.submit(end)
-        for queue in self.link.queues.values():
-            most = LIMITS[queue.number % 4][-1]
-            assert most is None or queue.unread <= most, (
-                f"{queue.unread} messages are unread, and max_unread was {most}"
-            )
 
     def check_rest(self, other: Program) -> None:
         """When nothing is under way: every wait has a reason."""
@@ -234,12 +213,6 @@ class Program:
             "a send waits for credit that is there"
         )
         assert not any(end.channel is not None and end.channel.peer_left for end, _, _ in self.receives)
-        for end, limit in self.bounded_sends:
-            there = other.link.queues.get(wire.other_direction(end.number))
-            has_room = there is None or there.unread < limit
-            assert queues[end.number].waiting_sends or not has_room, (
-                "a send waits because of max_unread, and there is room"
-            )
 
 
 def new_life() -> Life:
@@ -281,7 +254,6 @@ def finish(world: World, a: Program, b: Program) -> None:
             for end in program.plain:
                 program.receive(end)
         progress_until_quiet(world, a, b)
-    assert not a.bounded_sends and not b.bounded_sends
     assert all(message.may_be_missing for end in a.plain for messages in end.life for message in messages)
 
 

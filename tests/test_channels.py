@@ -1,8 +1,9 @@
-"""Channels within a connection, receive_any, sends that bound what is unread, and messages that were dropped."""
+"""Channels within a connection, receive_any, receive_newest, and messages that were dropped."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -10,7 +11,7 @@ from functools import partial
 import pytest
 import trio
 import trio.testing
-from helpers import expect_closed, open_pair, pattern, until
+from helpers import assert_free, open_pair, pattern, until
 
 import trio_ucx
 from trio_ucx import ucp
@@ -126,7 +127,7 @@ async def test_replies_that_cross_the_leave(worker: ucp.Worker) -> None:
 
 
 async def test_waits_end_with_the_conversation(worker: ucp.Worker) -> None:
-    """Receives end when either side leaves, and so do sends that wait for credit or for the peer to read."""
+    """Receives end when either side leaves, and so do sends that wait for credit."""
     for who in ("this side", "the peer"):
         async with open_pair(worker, window=8192) as (client, server), trio.open_nursery() as nursery:
             talk = client.open_conversation()
@@ -140,21 +141,19 @@ async def test_waits_end_with_the_conversation(worker: ucp.Worker) -> None:
                 except (trio.ClosedResourceError, trio.BrokenResourceError, trio.EndOfChannel) as error:
                     ended.append(type(error))
 
-            await talk.send(b"y", max_unread=2)
             while client.statistics().credit > 1000 + MESSAGE_OVERHEAD:
                 await talk.send(bytes(1000))
             nursery.start_soon(ends, partial(talk.send, bytes(1000)))  # for credit
-            nursery.start_soon(ends, partial(talk.send, b"z", max_unread=1))
             nursery.start_soon(ends, partial(talk.receive))
             nursery.start_soon(ends, partial(talk.receive_into, bytearray(1)))
             await trio.testing.wait_all_tasks_blocked()
             with trio.fail_after(15):
                 await (talk if who == "this side" else there).aclose()
-                await until(lambda ended=ended: len(ended) == 4)
+                await until(lambda ended=ended: len(ended) == 3)
             if who == "this side":
                 assert set(ended) == {trio.ClosedResourceError}
             else:
-                assert Counter(ended) == {trio_ucx.PeerClosed: 2, trio.EndOfChannel: 2}
+                assert Counter(ended) == {trio_ucx.PeerClosed: 1, trio.EndOfChannel: 2}
             for one in (talk, there):
                 await one.aclose()
             await nothing_is_left(client, server)
@@ -658,97 +657,124 @@ async def test_all_that_wait_for_any_are_admitted(worker: ucp.Worker) -> None:
         nursery.cancel_scope.cancel()
 
 
-# ---- max_unread ----
+# ---- only the newest ----
 
 
-@pytest.mark.parametrize("kind", ["channel", "conversation"])
-async def test_sends_that_wait_for_max_unread_end_with_their_channel(worker: ucp.Worker, kind: str) -> None:
-    async with open_pair(worker) as (client, _):
-        talk = client.channel(7) if kind == "channel" else client.open_conversation()
-        await talk.send(b"unread", max_unread=1)
-        with trio.fail_after(15):
-            async with trio.open_nursery() as nursery:
-                for _ in range(3):
-                    nursery.start_soon(expect_closed, partial(talk.send, b"more", max_unread=1))
-                await trio.testing.wait_all_tasks_blocked()
-                await talk.aclose()
+@pytest.mark.parametrize("size", [8, 3000, 200_000])
+@pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
+async def test_the_newest_message_takes_the_place_of_others(transports: str, size: int) -> None:
+    """However many come, one is kept, the sender need not wait, and a receive gets the newest, or the next one."""
+    config = {"TLS": transports}
+    async with ucp.open_worker(config=config) as worker, ucp.open_worker(config=config) as other:
+        async with open_pair(worker, other) as (client, server):
+
+            def message(number: int) -> bytes:
+                return b"%8d" % number * (size // 8)
+
+            async def send(*numbers: int) -> None:
+                for number in numbers:
+                    client.send_nowait(message(number), tag=3)
+                    await trio.sleep(0)
+
+            with trio.fail_after(30):
+                for number in (1, 2):  # before anybody has said that only the newest matters
+                    client.send_nowait(message(number), tag=3)
+                await until(lambda: server.statistics().messages_received == 2)
+                assert await server.receive_newest(tag=3) == message(2)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(send, *range(3, 200))
+                    await until(lambda: server.statistics().messages_received == 199)
+                    queue = link_of(server).queues[3]
+                    await until(lambda: queue.unread == 1)
+                    assert await server.receive_newest(tag=3) == message(199)
+                assert server.statistics().held == 0
+                with pytest.raises(trio.WouldBlock):
+                    server.receive_nowait(tag=3)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(send, 200)
+                    assert await server.receive_newest(tag=3) == message(200)
+                    nursery.start_soon(send, 201)
+                    assert await server.receive(tag=3) == message(201)
+                client.send_nowait(b"last", tag=3)
+                await client.aclose()
+                assert await server.receive_newest(tag=3) == b"last"
+                with pytest.raises(trio.EndOfChannel):
+                    await server.receive_newest(tag=3)
 
 
-async def test_max_unread_of_ever_new_tags_is_forgotten(worker: ucp.Worker) -> None:
-    async with open_pair(worker) as (client, server):
-        for tag in range(3000):
-            await client.send(b"x", tag=tag, max_unread=5)
-            await server.receive(tag=tag)
-        assert len(link_of(client).queues) < 1500
+async def test_the_newest_of_a_channel(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server), client.open_conversation() as talk:
+        for number in range(5):
+            await talk.send(b"%d" % number)
+        heard = await anext(server.conversations())
+        await until(lambda: server.statistics().messages_received == 5)
+        assert await heard.receive_newest() == b"4"
+        await heard.aclose()
+        with pytest.raises(trio.ClosedResourceError):
+            await heard.receive_newest()
 
 
-async def test_max_unread(worker: ucp.Worker) -> None:
-    """A send waits while the peer has so many unread, of this tag alone; send_nowait raises."""
-    async with open_pair(worker) as (client, server):
-        for size in (10, 3000):
-            for _ in range(3):
-                await client.send(bytes(size), tag=1, max_unread=3)
-            with pytest.raises(trio.WouldBlock):
-                client.send_nowait(bytes(size), tag=1, max_unread=3)
-            with trio.move_on_after(0.02) as scope:
-                await client.send(b"cancelled", tag=1, max_unread=3)
-            assert scope.cancelled_caught
-            await until(lambda: link_of(client).sending.may_add(link_of(client).queues[2], 1))
-            client.send_nowait(b"other", tag=2, max_unread=1)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(partial(client.send, b"waited", tag=1, max_unread=3))
-                await until(lambda: server.statistics().messages_received % 5 == 4)
-                await trio.testing.wait_all_tasks_blocked(0.01)
-                assert server.statistics().messages_received % 5 == 4
-                assert await server.receive(tag=1) == bytes(size)
-            for expected in (bytes(size), bytes(size), b"waited"):
-                assert await server.receive(tag=1) == expected
-            assert await server.receive(tag=2) == b"other"
-        for wrong, error in ((0, ValueError), ("1", TypeError)):
-            with pytest.raises(error, match="max_unread"):
-                await client.send(b"", max_unread=wrong)  # type: ignore[arg-type]
-            with pytest.raises(error, match="max_unread"):
-                client.send_nowait(b"", max_unread=wrong)  # type: ignore[arg-type]
-
-
-async def test_publisher_that_drops(worker: ucp.Worker) -> None:
-    """A slow subscriber sees the newest messages: what it has unread is bounded, and the rest was not sent."""
+async def test_a_slow_subscriber_reads_what_is_new(worker: ucp.Worker) -> None:
+    """What it reads was sent a moment ago, although it has read nothing for a long time."""
     async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
-        sent: list[int] = []
+        newest = 0
 
         async def publish() -> None:
-            for number in range(300):
-                with contextlib.suppress(trio.WouldBlock):
-                    client.send_nowait(b"%d" % number, max_unread=5)
-                    sent.append(number)
+            nonlocal newest
+            while True:
+                newest += 1
+                client.send_nowait(b"%d" % newest)
                 await trio.sleep(0.0005)
-            await client.send(b"end", max_unread=5)
 
         nursery.start_soon(publish)
-        received: list[int] = []
-        most = 0
-        async for message in server.messages():
-            if message == b"end":
-                break
-            received.append(int(message))
-            most = max(most, link_of(server).queues[0].unread)
-            await trio.sleep(0.005)
-        assert received == sent and len(sent) < 300 and most <= 5
+        with trio.fail_after(30):
+            for _ in range(10):
+                behind = newest - int(await server.receive_newest())
+                assert behind <= 5
+                await until(lambda before=newest: newest > before + 40)
+        nursery.cancel_scope.cancel()
 
 
-async def test_max_unread_with_several_limits(worker: ucp.Worker) -> None:
-    """A greater limit is not held up by the question for a smaller one."""
+async def test_receives_of_the_newest_that_are_cancelled(worker: ucp.Worker, chance: random.Random) -> None:
+    """Large ones, in the middle of their transfer: nothing stays pinned, and later ones arrive whole."""
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+
+        async def publish() -> None:
+            for number in range(200):
+                await client.send(bytes([number]) * 300_000)
+            await client.send(b"end")
+
+        nursery.start_soon(publish)
+        buffer = bytearray(300_000)
+        got = -1
+        with trio.fail_after(60):
+            await server.receive_newest()
+            while True:
+                with trio.move_on_after(chance.random() * 0.001):
+                    if chance.random() < 0.5:
+                        size = await server.receive_into(buffer)
+                        message = bytes(buffer[:size])
+                    else:
+                        message = await server.receive_newest()
+                    if message == b"end":
+                        break
+                    assert message[0] > got and message == message[:1] * 300_000
+                    got = message[0]
+            await server.wait_buffers_released()
+        assert_free(buffer)
+
+
+async def test_the_newest_of_ever_new_tags(worker: ucp.Worker) -> None:
     async with open_pair(worker) as (client, server):
-        await client.send(b"1", max_unread=1)
-        with trio.move_on_after(0.01):
-            await client.send(b"cancelled", max_unread=1)
-        with trio.fail_after(15):
-            for _ in range(8):
-                await client.send(b"more", max_unread=9)
-        assert client.statistics().messages_sent == 9
-        with pytest.raises(trio.WouldBlock):
-            client.send_nowait(b"", max_unread=9)
-        assert await server.receive() == b"1"
+        for tag in range(300):
+            for _ in range(2):
+                await client.send(b"%d" % tag, tag=tag)
+            await until(lambda tag=tag: server.statistics().messages_received == 2 * (tag + 1))
+            assert await server.receive_newest(tag=tag) == b"%d" % tag
+        await client.send(b"1", tag=5)
+        await client.send(b"2", tag=5)
+        await until(lambda: server.statistics().messages_received == 602)
+        assert await server.receive(tag=5) == b"2"  # it is known that only the newest matters there
 
 
 async def test_closing_ends_waits_that_nothing_else_would_end(worker: ucp.Worker) -> None:
@@ -770,70 +796,14 @@ async def test_closing_ends_waits_that_nothing_else_would_end(worker: ucp.Worker
                 await client.aclose()
             ended.append("closed")
 
-        await client.send(b"unread", tag=1, max_unread=1)
         nursery.start_soon(send_large)
         nursery.start_soon(wait, "any", client.receive_any)
-        nursery.start_soon(wait, "room", partial(client.send, b"", tag=1, max_unread=1))
         await server.wait_message(tag=2)
         nursery.start_soon(close)
         with trio.fail_after(1):
-            await until(lambda: {"any", "room"} <= set(ended))
+            await until(lambda: "any" in ended)
         assert "closed" not in ended
         server.abort()
-
-
-async def test_max_unread_counts_what_waits_for_credit(worker: ucp.Worker) -> None:
-    async with open_pair(worker, window=8192) as (client, server):
-        while client.statistics().credit > 1000 + MESSAGE_OVERHEAD:
-            await client.send(bytes(1000), tag=3)
-
-        async def send() -> None:
-            await client.send(bytes(1000), tag=1, max_unread=2)
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(6):
-                nursery.start_soon(send)
-            await trio.testing.wait_all_tasks_blocked(0.01)
-            most = 0
-            with trio.fail_after(15):
-                for _ in range(server.statistics().messages_received):
-                    await server.receive(tag=3)
-                for _ in range(6):
-                    await server.wait_message(tag=1)
-                    await trio.testing.wait_all_tasks_blocked(0.01)
-                    most = max(most, link_of(server).queues[1].unread)
-                    await server.receive(tag=1)
-        assert most <= 2
-
-
-async def test_max_unread_ends_with_the_connection(worker: ucp.Worker) -> None:
-    for end in ("close", "peer closes", "peer aborts"):
-        async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
-            await client.send(b"x", max_unread=1)
-            raised: list[BaseException] = []
-
-            async def send(client: trio_ucx.Connection = client, raised: list[BaseException] = raised) -> None:
-                try:
-                    await client.send(b"y", max_unread=1)
-                except (trio.ClosedResourceError, trio.BrokenResourceError) as error:
-                    raised.append(error)
-
-            nursery.start_soon(send)
-            await trio.testing.wait_all_tasks_blocked()
-            with trio.fail_after(15):
-                if end == "close":
-                    await client.aclose()
-                elif end == "peer closes":
-                    await server.aclose()
-                else:
-                    server.abort()
-                await until(lambda raised=raised: raised)
-            kinds = {
-                "close": trio.ClosedResourceError,
-                "peer closes": trio_ucx.PeerClosed,
-                "peer aborts": trio_ucx.PeerLost,
-            }
-            assert type(raised[0]) is kinds[end]
 
 
 # ---- messages that the receiver has dropped ----

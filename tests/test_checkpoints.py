@@ -356,6 +356,18 @@ async def use_arrays(
     assert await there.receive() == b"no arrays"
 
 
+@calls("Connection.receive_newest", "Channel.receive_newest")
+async def use_receive_newest(stage: Stage) -> None:
+    client, server = stage.client, stage.server
+    for here, there in ((client, server), (client.channel(3), server.channel(3))):
+        for size in (10, 2**18):
+            await together(there.receive_newest, partial(here.send, bytes(size)))
+        await here.send(b"there")
+        await arrived(stage, client.statistics().messages_sent)
+        with assert_checkpoints():
+            await there.receive_newest()
+
+
 @calls("Connection.receive_any")
 async def use_connection_receive_any(stage: Stage) -> None:
     client, server = stage.client, stage.server
@@ -859,6 +871,7 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
                 "Channel.receive_into": lambda: channel.receive_into(buffer),
                 "Channel.receive_array": channel.receive_array,
                 "Channel.receive_arrays": lambda: channel.receive_arrays(into=[buffer]),
+                "Channel.receive_newest": channel.receive_newest,
                 "Channel.send": lambda: channel.send(b"data"),
                 "Channel.send_array": lambda: channel.send_array(buffer),
                 "Channel.send_arrays": lambda: channel.send_arrays([buffer]),
@@ -876,6 +889,7 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
                 "Connection.ping": client.ping,
                 "Connection.receive": client.receive,
                 "Connection.receive_into": lambda: client.receive_into(buffer),
+                "Connection.receive_newest": client.receive_newest,
                 "Connection.receive_some": client.receive_some,
                 "Connection.send": lambda: client.send(b"data"),
                 "Connection.send_all": lambda: client.send_all(b"data"),

@@ -23,7 +23,7 @@ LAYERS = ["_util", "_native", "ucp", "", "mesh", "_cli", "testing"]
 APART = {("testing", "_cli")}
 
 #: The rules of a connection: no I/O, and no copies of the memory that they are about.
-RULES = ["wire", "unread", "tag_queue", "credit", "byte_stream", "life", "batch"]
+RULES = ["wire", "tag_queue", "credit", "byte_stream", "life", "batch"]
 #: Besides: the rules of the exchange, which is made of bytes, and of arming. No I/O.
 PURE = [
     *(f"_rules/{name}" for name in RULES),
@@ -52,7 +52,7 @@ EXCHANGE = {
 COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepcopy"}
 #: The modules of a folder, lowest first.
 ORDER = {
-    "_rules": ["wire", "life", "unread", "tag_queue", "credit", "batch", "byte_stream", "__init__"],
+    "_rules": ["wire", "life", "tag_queue", "credit", "batch", "byte_stream", "__init__"],
     "_opening": ["unix", "addresses", "backoff", "options", "run_worker", "__init__"],
     "_link": [
         "message_port",

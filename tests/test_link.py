@@ -419,32 +419,6 @@ def world() -> Iterator[World]:
         world.check_nothing_left()
 
 
-def test_no_answer_to_max_unread_comes_after_the_conversation(world: World) -> None:
-    """The next conversation has the same number, and would take it for the answer to its own question."""
-    a, b = world.sides
-    for _ in range(2):
-        talk = a.link.receiving.conversations.open()
-        a.link.send_nowait(talk.queue.number, b"first", 1)  # and asks when the peer has read it
-        while b.transport.deliver(1):
-            pass
-        with pytest.raises(trio.WouldBlock):
-            a.link.send_nowait(talk.queue.number, b"second", 1)
-        a.engine.send_deferred()
-        a.transport.deliver(1)  # the question is still under way
-        number = b.link.receiving.take_begun()
-        assert number is not None
-        end = b.link.receiving.conversations.accept(int.from_bytes(number, "little"))
-        assert end is not None
-        b.link.receiving.conversations.leave(end)
-        a.link.receiving.conversations.leave(talk)
-        for side in world.sides:
-            side.engine.send_deferred()
-        while a.transport.deliver(1):
-            pass
-        while not talk.peer_left:
-            assert b.transport.deliver(1)
-
-
 LARGE = 2200  # records: the pieces of a write stay with the sender
 
 

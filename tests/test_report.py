@@ -259,17 +259,6 @@ async def test_both_directions_of_a_conversation_have_one_name(worker: ucp.Worke
             nursery.cancel_scope.cancel()
 
 
-async def test_send_that_waits_because_of_max_unread(worker: ucp.Worker) -> None:
-    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
-        for _ in range(3):
-            nursery.start_soon(partial(client.send, b"x", tag=3, max_unread=2))
-        words = "=> a send on tag 3 waits until the peer has fewer than 2 of its messages unread (max_unread)"
-        await until(lambda: lines(trio_ucx.report(), words))
-        for _ in range(3):
-            await server.receive(tag=3)
-        assert not lines(trio_ucx.report(), "max_unread")
-
-
 async def test_connection_that_the_peer_has_closed(worker: ucp.Worker) -> None:
     async with open_pair(worker) as (client, server):
         await client.aclose()

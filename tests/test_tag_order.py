@@ -22,7 +22,6 @@ from trio_ucx._rules import credit as _credit
 from trio_ucx._rules import wire
 from trio_ucx._rules.credit import ReceiveCredit, SendCredit
 from trio_ucx._rules.tag_queue import Mover, TagQueue
-from trio_ucx._rules.unread import UnreadThere
 from trio_ucx.ucp import Status
 
 Receive = Callable[[trio_ucx.Connection], Awaitable[Any]]
@@ -271,17 +270,16 @@ KNOWN: dict[str, Callable[[TagQueue, SendCredit[Any]], object]] = {
     "the peer has admitted a message": lambda queue, out: out.admit(queue, 0),
     "a message was admitted": lambda queue, out: setattr(queue, "admitted_by_us", True),
     "a channel uses it": lambda queue, out: setattr(queue, "channel", object()),
-    "the peer may have some unread": lambda queue, out: setattr(queue, "unread_there", UnreadThere()),
+    "only the newest is kept": lambda queue, out: queue.keep_newest(),
     "it has failed": lambda queue, out: queue.close(EOFError()),
 }
 
 
 @pytest.mark.parametrize("known", KNOWN)
 def test_what_is_known_of_a_tag_is_not_forgotten(known: str) -> None:
-    """Tags are forgotten when the peer has what was sent there. What it may have unread it is asked about."""
+    """Tags are forgotten when the peer has what was sent there."""
     out: SendCredit[Any] = SendCredit(2**24, 0)
-    asked = []
-    queues = TagQueues(cast(Mover, None), out, asked.append)
+    queues = TagQueues(cast(Mover, None), out)
     for tag in range(5000):
         assert out.take(queues[tag], 1)
     kept = [queues[tag] for tag in range(5000, 5100)]
@@ -291,7 +289,6 @@ def test_what_is_known_of_a_tag_is_not_forgotten(known: str) -> None:
     queues.sweep_if_due()
     assert all(queues.get(queue.number) is queue for queue in kept)
     assert len(queues) == 100
-    assert set(asked) == (set(kept) if queue.unread_there else set())
 
 
 async def test_receiving_from_any_tag_looks_only_where_messages_are(

@@ -434,6 +434,68 @@ def test_random_programs_lose_nothing(seed: int) -> None:
     assert all(is_free(buffer) for buffer in buffers)
 
 
+@pytest.mark.sample(30)
+@pytest.mark.parametrize("seed", range(300))
+def test_random_programs_that_want_the_newest(seed: int) -> None:
+    """Messages come in order and whole, the last one comes, and each of the others once or not at all."""
+    chance = random.Random(seed)
+    mover = Mover()
+    queue = TagQueue(1, mover)
+    arrived = 0
+    got: list[bytes] = []
+    waiting: list[tuple[PendingReceive, bytearray | None]] = []
+    buffers: list[bytearray] = []
+
+    def receive() -> None:
+        want = chance.choice([Want.BYTES, Want.INTO])
+        buffer = bytearray(6) if want is Want.INTO else None
+        if buffer is not None:
+            buffers.append(buffer)
+        waiting.append((wait(queue, want, LIMIT if buffer is None else 6, buffer), buffer))
+
+    def collect() -> None:
+        for receive, buffer in list(waiting):
+            if receive.outcome is not None:
+                waiting.remove((receive, buffer))
+                result = receive.outcome.unwrap()
+                got.append(result if buffer is None else bytes(buffer[:result]))  # type: ignore[misc, arg-type]
+
+    for _ in range(200):
+        action = chance.random()
+        if action < 0.3 and arrived < 100:
+            arrived += 1
+            if chance.random() < 0.3:
+                queue.packed_arrived(packed(bytes([arrived]) * (arrived % 5 + 1)))
+            else:
+                queue.arrived(arrived, arrived % 5 + 1, whole=chance.random() < 0.5)
+        elif action < 0.5:
+            receive()
+        elif action < 0.7 and waiting:
+            waiting.pop(chance.randrange(len(waiting)))[0].cancel()
+        elif action < 0.8:
+            queue.keep_newest()
+        elif mover.moving:
+            mover.finish(chance.randrange(len(mover.moving)))
+        if queue.newest_only:
+            moving = sum(1 for one, _ in waiting if one.message is not None)
+            assert queue.unread <= len(queue.receives) + 1 + moving
+        collect()
+    arrived += 1
+    queue.arrived(arrived, arrived % 5 + 1, whole=False)
+    while not got or got[-1] != bytes([arrived]) * (arrived % 5 + 1):
+        receive()
+        while mover.moving:
+            mover.finish(chance.randrange(len(mover.moving)))
+        collect()
+    for one, _ in waiting:
+        one.cancel()
+    numbers = [message[0] for message in got]
+    assert numbers == sorted(set(numbers))
+    assert all(message == bytes([message[0]]) * (message[0] % 5 + 1) for message in got)
+    assert queue.unread == 0 and not mover.moving and not mover.detached_receives
+    assert all(is_free(buffer) for buffer in buffers)
+
+
 def take_ready(queue: TagQueue, limit: int) -> bytes | None:
     """What ``Receiving.take_ready`` does with the queue."""
     packed = queue.packed

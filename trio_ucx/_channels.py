@@ -12,7 +12,7 @@ from trio.lowlevel import enable_ki_protection
 
 from ._errors import PeerClosed
 from ._link import ChannelState
-from ._opening.options import check_max_size, check_max_unread
+from ._opening.options import check_max_size
 from ._rules.wire import UNACCEPTED
 from ._util.handles import OpenedNotConstructed
 from .ucp._internal_api import Buffer, WritableBuffer, about, separate
@@ -66,7 +66,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         self._connection._link.check()
 
     @enable_ki_protection
-    async def send(self, value: Buffer, *, max_unread: int | None = None) -> None:
+    async def send(self, value: Buffer) -> None:
         """Sends one message; see :meth:`Connection.send`.
 
         Cancellation: as :meth:`Connection.send`.
@@ -80,13 +80,10 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         link = self._connection._link
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check_send()
-        if max_unread is not None:
-            await link.wait_unread(self._state.number, check_max_unread(max_unread), self._state.problem)
-            self._check_send()
         await link.send(self._state.number, value)
 
     @enable_ki_protection
-    def send_nowait(self, value: Buffer, *, max_unread: int | None = None) -> None:
+    def send_nowait(self, value: Buffer) -> None:
         """Sends one message without waiting; see :meth:`Connection.send_nowait`.
 
         Raises:
@@ -97,7 +94,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         """
         link = self._connection._link
         self._check_send()
-        link.send_nowait(self._state.number, value, None if max_unread is None else check_max_unread(max_unread))
+        link.send_nowait(self._state.number, value)
 
     @enable_ki_protection
     async def receive(self, *, max_size: int | None = None) -> bytes:
@@ -116,6 +113,20 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
         return await link.receive(self._state.number, limit)
+
+    @enable_ki_protection
+    async def receive_newest(self, *, max_size: int | None = None) -> bytes:
+        """Receives the newest message, and drops older ones; see :meth:`Connection.receive_newest`.
+
+        Cancellation: as :meth:`Connection.receive_newest`.
+
+        Raises: as :meth:`receive`.
+        """
+        link = self._connection._link
+        limit = link.receiving.max_message_size if max_size is None else check_max_size(max_size)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._check()
+        return await link.receive_newest(self._state.number, limit)
 
     def _take_ready(self) -> bytes | None:
         """Takes the next message if it is there; see :meth:`Receiving.take_ready`."""

@@ -12,7 +12,7 @@ from trio.lowlevel import enable_ki_protection
 
 from ._channels import Channel
 from ._link import Link
-from ._opening.options import check_max_size, check_max_unread
+from ._opening.options import check_max_size
 from ._peer_info import PeerInfo, PeerState
 from ._rules import byte_stream as stream
 from ._rules import wire
@@ -180,7 +180,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     # ---- messages ----
 
     @enable_ki_protection
-    async def send(self, data: Buffer, *, tag: int = 0, max_unread: int | None = None) -> None:
+    async def send(self, data: Buffer, *, tag: int = 0) -> None:
         """Sends one message (``ucp_tag_send_nbx``).
 
         Returns when ``data`` may be used again, which is not yet delivery. Waits while the peer holds a whole
@@ -190,8 +190,6 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             data: a contiguous buffer, or a list of them, which arrives as one message; or a ``ucp.Strided``. Large ones
                 are not copied. Device memory goes to UCX as it is.
             tag: the tag queue, 0 to 2**31 - 1.
-            max_unread: the most messages of this tag, at least 1, that the peer may have unread; the send waits for
-                room. Use it in each send with this tag: others are not always counted.
 
         Cancellation: returns at once. The message may or may not be delivered, whole or not at all. ``data`` may stay
         pinned, and must not be changed, until :meth:`wait_buffers_released` returns.
@@ -207,8 +205,6 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         link = self._link
         await trio.lowlevel.checkpoint_if_cancelled()
         link.check()
-        if max_unread is not None:
-            await link.wait_unread(tag, check_max_unread(max_unread))
         # As Link.send, without the call: every message passes here.
         queue = link.queues[tag]
         sent = link.sending.send_short(queue, data)
@@ -218,22 +214,21 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             await completed(sent or link.sending.send(queue, data), link.engine)
 
     @enable_ki_protection
-    def send_nowait(self, data: Buffer, *, tag: int = 0, max_unread: int | None = None) -> None:
+    def send_nowait(self, data: Buffer, *, tag: int = 0) -> None:
         """Sends one message without waiting; ``data`` and ``tag`` as for :meth:`send`.
 
         ``bytes`` are kept by reference until UCX has taken them; mutable data are copied. An error that shows only
         later breaks the connection, or is raised by :meth:`aclose`.
 
         Raises:
-            trio.WouldBlock: the peer's window is full, or other sends wait for it; or it has ``max_unread`` messages of
-                this tag unread.
+            trio.WouldBlock: the peer's window is full, or other sends wait for it.
             ValueError: more than 1 MiB of mutable data: use :meth:`send`, which does not copy.
             trio.ClosedResourceError, trio.BrokenResourceError, TypeError, RuntimeError: as for :meth:`send`.
         """
         if type(tag) is not int or not 0 <= tag <= wire.MAX_TAG:
             tag = check_tag(tag)
         self._link.check()
-        self._link.send_nowait(tag, data, None if max_unread is None else check_max_unread(max_unread))
+        self._link.send_nowait(tag, data)
 
     @enable_ki_protection
     async def receive(self, *, tag: int = 0, max_size: int | None = None) -> bytes:
@@ -328,6 +323,28 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         self._link.check()
         return await self._link.wait_message(tag)
+
+    @enable_ki_protection
+    async def receive_newest(self, *, tag: int = 0, max_size: int | None = None) -> bytes:
+        """Receives the newest message of a tag queue, and drops older ones: for values of which only the last matters.
+
+        From the first call on, the tag queue keeps one message for which no receive waits: each one that arrives takes
+        the place of the one before. The sender should use :meth:`send_nowait`: with :meth:`send`, a large message waits
+        until it is received, or a newer one comes.
+
+        Args:
+            tag: the tag queue.
+            max_size: as for :meth:`receive`.
+
+        Cancellation: as :meth:`receive`; a message whose transfer had begun may be replaced by a newer one.
+
+        Raises: as :meth:`receive`.
+        """
+        tag = check_tag(tag)
+        limit = self._link.receiving.max_message_size if max_size is None else check_max_size(max_size)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._link.check()
+        return await self._link.receive_newest(tag, limit)
 
     @enable_ki_protection
     async def send_array(self, array: Any, *, tag: int = 0) -> None:

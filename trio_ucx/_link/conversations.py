@@ -201,8 +201,7 @@ class OpenChannels:
         self._free_if_over(channel)
 
     def _end_sends(self, channel: ChannelState, error: Exception) -> None:
-        """Ends the sends that wait for credit, or until the peer has fewer messages unread."""
-        channel.queue.unread_there = None
+        """Ends the sends that wait for credit."""
         self._sending.withdraw(channel.queue, error)
 
     def _free_if_over(self, channel: ChannelState) -> None:

@@ -160,46 +160,15 @@ class Link:
         else:
             await completed(sent or self.sending.send(queue, data), self.engine)
 
-    def send_nowait(self, number: int, data: Buffer, max_unread: int | None) -> None:
+    def send_nowait(self, number: int, data: Buffer) -> None:
         """Sends a message without waiting.
 
         Raises:
-            trio.WouldBlock: there is no credit for it, or the peer has ``max_unread`` messages unread.
+            trio.WouldBlock: there is no credit for it.
         """
         sending, queue = self.sending, self.queues[number]
-        if max_unread is not None and not sending.may_add(queue, max_unread):
-            sending.check()
-            raise trio.WouldBlock
         if not sending.send_short(queue, data):
             sending.send_nowait(queue, immutable(data))
-        if max_unread is not None:
-            sending.count_unread(queue)
-            sending.may_add(queue, max_unread)  # asks the peer now, if the next send will have to wait
-
-    async def wait_unread(
-        self, number: int, max_unread: int, problem: Callable[[], Exception | None] = lambda: None
-    ) -> None:
-        """Waits until the peer has room for one more message, and counts it.
-
-        Args:
-            problem: why nothing can be sent to this tag queue any more, if so.
-
-        Raises: the problem, or why nothing can be sent at all.
-        """
-        sending, bound = self.sending, (self.queues[number].written, max_unread)
-        sending.bounded.append(bound)
-        try:
-            await self.share.operations.wait_until(
-                lambda: sending.over or problem() is not None or sending.may_add(self.queues[number], max_unread)
-            )
-        finally:
-            sending.bounded.remove(bound)
-        self.check()
-        ended = problem()
-        if ended is not None:
-            raise ended
-        sending.check()
-        sending.count_unread(self.queues[number])
 
     async def wait_stream_room(self) -> None:
         """Waits until a small piece of the byte stream could be sent, or would fail."""
@@ -213,6 +182,12 @@ class Link:
             await self.engine.waiting.schedule_point()
             return data
         return cast(bytes, await completed(self.receiving.receive(number, Want.BYTES, limit), self.engine))
+
+    async def receive_newest(self, number: int, limit: int) -> bytes:
+        """Receives the newest message, of at most ``limit`` bytes; a schedule point."""
+        self.engine.reap()
+        self.queues[number].keep_newest()
+        return await self.receive(number, limit)
 
     async def receive_into(self, number: int, buffer: WritableBuffer, *, exact: bool = False) -> int:
         """Receives a message into a buffer, and returns its length; a schedule point.
@@ -292,13 +267,6 @@ class Link:
                     self.on_hello()
             case wire.Dropped(queue=queue, length=length):
                 self.sending.dropped_there(queue, length)
-            case wire.Ask(queue=queue, limit=limit):
-                self.receiving.asked(queue, limit)
-            case wire.Unread(queue=queue, limit=limit, count=count):
-                answered = self.queues.get(wire.other_direction(queue))
-                if answered is not None:
-                    self.sending.answered(answered, limit, count)
-                    self.queues.forget_if_idle(answered)
             case wire.Ping(number=number):
                 self.sending.send_frame(wire.Pong(number))
             case wire.Pong(number=number):

@@ -70,7 +70,7 @@ class Receiving:
         self.life = life
         self.credit = ReceiveCredit(window, peer_threshold)
         self.max_message_size = max_message_size
-        self.queues = TagQueues(self, sending.credit, sending.ask_if_all_was_read)
+        self.queues = TagQueues(self, sending.credit)
         self.stream = ReadBuffer()
         self.bytes_received = 0
         #: Receives whose task is gone, and whose buffer a message is written to.
@@ -195,8 +195,6 @@ class Receiving:
         amount = self.credit.consumed(packed.length)
         if amount:
             self._grant(amount)
-        if queue.limit_asked_for:
-            self._answer(queue)
         return data
 
     # ---- receives ----
@@ -357,31 +355,10 @@ class Receiving:
         with self._awaiting(numbers), self.share.operations.watching(signal):
             yield
 
-    # ---- conversations, and questions of the peer ----
+    # ---- conversations ----
 
     def _conversation_begun(self, number: int) -> None:
         self.queues[wire.UNACCEPTED].packed_arrived(PackedMessages(1, 4, number.to_bytes(4, "little")))
-
-    def asked(self, number: int, limit: int) -> None:
-        """ASK arrived."""
-        queue = self.queues.get(number)
-        if queue is None:
-            self._sending.send_frame(wire.Unread(number, limit, 0))
-        else:
-            queue.limit_asked_for = limit
-            self._answer(queue)
-
-    def _answer(self, queue: TagQueue) -> None:
-        """Answers the peer's question about a tag queue once fewer messages than its limit are unread.
-
-        Not after LEAVE, which ends the peer's waits there: the answer would be late for the next channel.
-        """
-        if queue.channel is not None and queue.channel.left:
-            return
-        limit, count = queue.limit_asked_for, queue.unread
-        if count < limit:
-            queue.limit_asked_for = 0
-            self._sending.send_frame(wire.Unread(queue.number, limit, count))
 
     # ---- grants ----
 
@@ -476,8 +453,6 @@ class Receiving:
         amount = self.credit.consumed(message.length)
         if amount:
             self._grant(amount)
-        if message.queue.limit_asked_for:
-            self._answer(message.queue)
 
     def dropped(self, message: Message) -> None:
         """See :class:`_rules.tag_queue.Mover`."""

@@ -22,7 +22,6 @@ from .._rules.batch import Batch
 from .._rules.credit import SendCredit
 from .._rules.life import Answer, Life
 from .._rules.tag_queue import Mover, TagQueue
-from .._rules.unread import UnreadThere
 from .._rules.wire import SMALL_MESSAGE
 from .._util.contained import contained
 from ..ucp import Status
@@ -55,8 +54,6 @@ class Sending:
         self.credit: SendCredit[SendOperation] = SendCredit(peer_window, threshold)
         self.batch = Batch()
         self.tail: stream.Tail[SendOperation] = stream.Tail()
-        #: The tag queue and the limit of each task that waits because of ``max_unread``.
-        self.bounded: list[tuple[int, int]] = []
         #: What the peer says about the message that it dropped first.
         self.dropped = ""
         self.bytes_sent = 0
@@ -95,32 +92,6 @@ class Sending:
             return True
         self.report_stalled()
         return False
-
-    def count_unread(self, queue: TagQueue) -> None:
-        """Counts a message that was sent, or is about to be, with ``max_unread``."""
-        if queue.unread_there is None:
-            queue.unread_there = UnreadThere()
-        queue.unread_there.sent()
-
-    def may_add(self, queue: TagQueue, limit: int) -> bool:
-        """True if the peer has fewer than ``limit`` messages of a tag queue unread; if that is not known, asks it."""
-        if queue.waiting_sends:
-            return False  # the peer could not count these sends
-        there = queue.unread_there
-        if there is None or there.unread < limit:
-            return True
-        if there.must_ask(limit):
-            self.send_frame(wire.Ask(queue.written, limit))
-        return False
-
-    def ask_if_all_was_read(self, queue: TagQueue) -> None:
-        self.may_add(queue, 1)
-
-    def answered(self, queue: TagQueue, limit: int, unread: int) -> None:
-        """UNREAD arrived."""
-        if queue.unread_there is not None and queue.unread_there.answered(limit, unread):
-            queue.unread_there = None
-        self.share.operations.changed()
 
     # ---- the short way ----
 

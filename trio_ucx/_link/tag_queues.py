@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from .._rules import wire
@@ -23,17 +22,15 @@ class TagQueues(dict[int, TagQueue]):
     Args:
         mover: moves the messages that arrive.
         credit: knows how many messages the peer has received.
-        ask: asks the peer whether it has read all messages of a queue.
     """
 
-    def __init__(self, mover: Mover, credit: SendCredit[Any], ask: Callable[[TagQueue], None]) -> None:
+    def __init__(self, mover: Mover, credit: SendCredit[Any]) -> None:
         #: The tag queues in which receives may wait.
         self.awaited: set[TagQueue] = set()
         #: The tag queues in which there may be messages.
         self.filled: set[TagQueue] = set()
         self._mover = mover
         self._credit = credit
-        self._ask = ask
         #: How many messages the peer had received at the last sweep.
         self._swept_at = 0
 
@@ -67,17 +64,12 @@ class TagQueues(dict[int, TagQueue]):
             self.forget(queue)
 
     def sweep_if_due(self) -> None:
-        """Forgets the queues that have become idle because GRANT says how many messages the peer has received.
-
-        Where the peer may have messages of a queue unread, asks it, so that a later sweep can forget the queue.
-        """
+        """Forgets the queues that have become idle because GRANT says how many messages the peer has received."""
         arrived_there = self._credit.arrived_there
         if IDLE_QUEUES < len(self) <= _LOOKS_PER_MESSAGE * (arrived_there - self._swept_at):
             self._swept_at = arrived_there
             for queue in list(self.values()):
                 self.forget_if_idle(queue)
-                if queue.unread_there is not None:
-                    self._ask(queue)
 
     def close(self, error: Exception) -> None:
         """Drops all messages, and ends all receives with an error, because the connection was closed."""

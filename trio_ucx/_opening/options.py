@@ -105,9 +105,5 @@ def check_worker(worker: Worker | None) -> Worker | None:
     return worker
 
 
-def check_max_unread(max_unread: int) -> int:
-    return check_integer(max_unread, "max_unread", 1, 2**62)
-
-
 def check_max_size(max_size: int) -> int:
     return check_integer(max_size, "max_size", 0, 2**62)

@@ -96,11 +96,6 @@ def _of_messages(link: Link, sends: list[SendOperation]) -> Iterator[str]:
             f"{_names((send.queue.written for send in waiting), sent=True)} wait for credit: the peer has "
             f"{credit.window - credit.credit} bytes unread, its window is {credit.window}; the peer must receive"
         )
-    for queue, limit in list(link.sending.bounded):
-        yield (
-            f"a send on {queue_name(queue, sent=True)} waits until the peer has fewer than {limit} of its messages "
-            "unread (max_unread); the peer must receive"
-        )
     queues = dict(link.receiving.queues)
     begun = queues.get(wire.UNACCEPTED)
     untaken = sum(not one.accepted for one in link.receiving.conversations.all())

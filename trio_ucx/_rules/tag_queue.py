@@ -1,8 +1,8 @@
 """Tag queues: the messages that arrived, the receives that wait for them, and which receive gets which message. Pure.
 
 A tag queue is a user's tag, the byte stream, or a conversation. A :class:`TagQueue` has all that one side knows about
-it, in both directions. Its methods are about the messages that arrive. What may be sent is decided in ``credit.py`` and
-``unread.py``, which keep their state of each queue in its attributes.
+it, in both directions. Its methods are about the messages that arrive. What may be sent is decided in ``credit.py``,
+which keeps its state of each queue in its attributes.
 
 A tag queue pairs its messages with its receives in order: the first message goes to the first receive. Receives
 complete in order, too, so a message is never overtaken when a receive is cancelled.
@@ -28,7 +28,6 @@ import enum
 from typing import Any, Protocol
 
 from . import wire
-from .unread import UnreadThere
 
 
 class MessageState(enum.Enum):
@@ -203,13 +202,12 @@ class TagQueue:
         "channel",
         "failure",
         "last_sent",
-        "limit_asked_for",
         "messages",
         "mover",
+        "newest_only",
         "number",
         "packed",
         "receives",
-        "unread_there",
         "waiting_sends",
         "written",
     )
@@ -220,20 +218,18 @@ class TagQueue:
         self.mover = mover
         #: The channel that uses it, if one does (``_link.conversations.ChannelState``).
         self.channel: Any = None
-        # What is sent: see SendCredit and UnreadThere.
+        # What is sent: see SendCredit.
         #: Its message that was charged last, counted over all messages of the connection; 0 if there was none.
         self.last_sent = 0
         #: The sends that wait for credit.
         self.waiting_sends: collections.OrderedDict[Any, None] = NOTHING
         #: Whether the peer has admitted the next message.
         self.admitted_by_peer = False
-        #: What the peer may have unread of sends with ``max_unread``; None if it has read all of those.
-        self.unread_there: UnreadThere | None = None
         # What arrives.
         #: Whether this side has admitted the peer's next message: see ReceiveCredit.
         self.admitted_by_us = False
-        #: The limit in the peer's question (ASK) that was not answered yet; 0 if there is none.
-        self.limit_asked_for = 0
+        #: Whether a message takes the place of those before it that no receive waits for.
+        self.newest_only = False
         #: The error of all later receives: a message is missing, or the queue has ended. None if neither is the case.
         self.failure: Exception | None = None
         #: The first packed messages, which come before all others; while there are any, no receive waits.
@@ -265,7 +261,7 @@ class TagQueue:
             and self.last_sent <= arrived_there
             and not (self.waiting_sends or self.admitted_by_peer or self.admitted_by_us)
             and self.channel is None
-            and self.unread_there is None
+            and not self.newest_only
         )
 
     @property
@@ -363,7 +359,10 @@ class TagQueue:
                         self.packed = packed
                     else:
                         self._add_later(packed)
-                return before - packed.remaining
+                consumed = before - packed.remaining
+                if self.newest_only:
+                    self.keep_newest()
+                return consumed
         consumed = before - packed.remaining
         self._add_messages(self._messages_of(packed))
         self.advance()
@@ -422,6 +421,21 @@ class TagQueue:
             self.next_packed()
         if ready:
             self.messages = collections.deque([*ready, *self.messages]) if self.messages or len(ready) > _FEW else ready
+
+    def keep_newest(self) -> None:
+        """Drops all messages for which no receive waits but the newest one; from now on, also when one arrives."""
+        self.newest_only = True
+        self.unpack()
+        self._drop_older()
+
+    def _drop_older(self) -> None:
+        for message in list(self.messages)[len(self.receives) : -1]:
+            # Not one that is being written to the buffer of a receive, which therefore cannot take another one.
+            if message in self.messages and (message.receive is None or message.receive.detached):
+                self.messages.remove(message)
+                if message.state is MessageState.READY:
+                    self._part(message)
+                self._drop(message)
 
     # ---- receives ----
 
@@ -524,6 +538,8 @@ class TagQueue:
                 while self._complete_first():
                     pass
                 self._move_ahead()
+            if self.newest_only:
+                self._drop_older()
         finally:
             self._advancing = False
 

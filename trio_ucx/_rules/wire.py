@@ -206,27 +206,6 @@ class Dropped:
 
 
 @attrs.frozen
-class Ask:
-    """Asks for an UNREAD as soon as fewer than ``limit`` messages of this tag queue are unread."""
-
-    queue: int
-    limit: int
-    kind: ClassVar[int] = 13
-    format: ClassVar[str] = "<BIQ"
-
-
-@attrs.frozen
-class Unread:
-    """The answer to an ASK with this limit: so many messages of the tag queue are unread."""
-
-    queue: int
-    limit: int
-    count: int
-    kind: ClassVar[int] = 14
-    format: ClassVar[str] = "<BIQQ"
-
-
-@attrs.frozen
 class Stop:
     """The sender of this closes: it receives no message any more. Some of its own may still come."""
 
@@ -234,9 +213,7 @@ class Stop:
     format: ClassVar[str] = "<B"
 
 
-Frame = (
-    Grant | Stalled | Admit | Stop | Goodbye | GoodbyeAck | Done | Hello | Ping | Pong | Leave | Dropped | Ask | Unread
-)
+Frame = Grant | Stalled | Admit | Stop | Goodbye | GoodbyeAck | Done | Hello | Ping | Pong | Leave | Dropped
 
 _FRAMES: dict[int, type[Frame]] = {frame.kind: frame for frame in get_args(Frame)}
 
