@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import traceback
@@ -54,6 +55,31 @@ def is_outside_library() -> bool:
 
 # ---- tasks ----
 
+#: What stands between an object that is awaited and the coroutine or generator that runs for it: types without a name
+#: in ``types``.
+_STEPS = frozenset({"coroutine_wrapper", "async_generator_asend", "async_generator_athrow"})
+#: By the attribute with the frame, the one with what is awaited there.
+_AWAITED = {"cr_frame": "cr_await", "gi_frame": "gi_yieldfrom", "ag_frame": "ag_await"}
+
+
+def _await_frames(task: trio.lowlevel.Task) -> Iterator[tuple[FrameType, int]]:
+    """The frames of a task, outermost first, and their lines.
+
+    ``Task.iter_await_frames`` ends at an object with an ``__await__`` of its own, such as :class:`Connecting`.
+    """
+    awaited: Any = task.coro
+    while awaited is not None:
+        name = next((name for name in _AWAITED if getattr(awaited, name, None) is not None), None)
+        if name is not None:
+            frame: FrameType = getattr(awaited, name)
+            yield frame, frame.f_lineno
+            awaited = getattr(awaited, _AWAITED[name])
+        elif type(awaited).__name__ in _STEPS:
+            inner = gc.get_referents(awaited)
+            awaited = next((one for one in inner if any(hasattr(one, name) for name in _AWAITED)), None)
+        else:
+            return
+
 
 @attrs.frozen
 class TaskPlace:
@@ -71,7 +97,7 @@ class TaskPlace:
 
 def task_place(task: trio.lowlevel.Task) -> TaskPlace:
     where = call = None
-    for frame, line in task.iter_await_frames():
+    for frame, line in _await_frames(task):
         package = _package(frame)
         if package not in _LIBRARIES:
             where, call = place(frame, line), None
@@ -92,13 +118,13 @@ def tasks_below(task: trio.lowlevel.Task | None) -> Iterator[trio.lowlevel.Task]
 
 def variables_of(task: trio.lowlevel.Task) -> Iterator[Any]:
     """The values of the variables in a task's frames."""
-    for frame, _ in task.iter_await_frames():
+    for frame, _ in _await_frames(task):
         yield from list(frame.f_locals.values())
 
 
 def library_frames(task: trio.lowlevel.Task) -> Iterator[tuple[str, dict[str, Any], bool]]:
     """For each frame of a library in a task: its module, its variables, and whether it waits for the program's code."""
-    frames = [frame for frame, _ in task.iter_await_frames()]
+    frames = [frame for frame, _ in _await_frames(task)]
     for frame, inner in zip(frames, [*frames[1:], None], strict=True):
         if _package(frame) in _LIBRARIES:
             yield _module(frame), frame.f_locals, inner is not None and _package(inner) not in _LIBRARIES
