@@ -12,7 +12,6 @@ Ctrl-C ends the publisher gracefully; subscribers then wait until it is there ag
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from contextlib import suppress
 from functools import partial
@@ -21,7 +20,7 @@ import trio
 
 import trio_ucx
 
-AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
+AUTHKEY = trio_ucx.authkey()
 #: Messages that a subscriber may have unread.
 UNREAD = 4
 
@@ -46,10 +45,7 @@ async def serve(address: tuple[str, int], interval: float) -> None:
     async with trio.open_nursery() as nursery:
 
         async def run(task_status: trio.TaskStatus[trio_ucx.Server]) -> None:
-            host, port = address
-            await trio_ucx.serve_ucx(
-                subscribed, port, host=host, authkey=AUTHKEY, drain_on_signal=5, task_status=task_status
-            )
+            await trio_ucx.serve_ucx(subscribed, address, authkey=AUTHKEY, drain_on_signal=5, task_status=task_status)
             nursery.cancel_scope.cancel()  # it has drained
 
         server = await nursery.start(run)

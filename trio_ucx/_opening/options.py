@@ -13,10 +13,9 @@ from .._util.arguments import check_integer, check_timeout
 from ..ucp import Worker
 from .backoff import Backoff
 
+from .authkey import check_authkey
 #: Seconds of silence after which the kernel asks whether the peer's host is still there.
 KEEPALIVE_INTERVAL = 20.0
-#: The shortest authkey, in bytes: a client may try some 300,000 keys a second.
-MIN_AUTHKEY = 16
 
 
 class ConnectionOptions(TypedDict, total=False):
@@ -82,19 +81,6 @@ def check_exchange_options(
     return ExchangeOptions(
         wishes[shared_memory], interval, authkey, ssl_context, server_hostname, isolate, allow_anyone
     )
-
-
-def check_authkey(authkey: bytes | None) -> bytes | None:
-    if authkey is None:
-        return None
-    if not isinstance(authkey, (bytes, bytearray)):
-        raise TypeError(f"authkey must be bytes, not {type(authkey).__name__}")
-    if len(authkey) < MIN_AUTHKEY:
-        raise ValueError(
-            f"authkey has {len(authkey)} bytes, but needs at least {MIN_AUTHKEY}, because shorter keys can be guessed. "
-            "Make one with secrets.token_bytes(32), for instance, and give it to both sides"
-        )
-    return bytes(authkey)
 
 
 def check_worker(worker: Worker | None) -> Worker | None:
