@@ -18,6 +18,7 @@ from ._opening.addresses import listening_address
 from ._opening.options import KEEPALIVE_INTERVAL, ListenerOptions, check_exchange_options, check_options, check_worker
 from ._opening.run_worker import shared_worker
 from ._opening.unix import open_unix_listener, unix_path
+from ._peer_info import Admit
 from ._server import Handler, OnHandlerError, Server
 from ._util.arguments import check_in_trio, check_integer, check_timeout
 from ._util.socket_addresses import SocketAddress, format_address
@@ -49,6 +50,7 @@ async def open_ucx_listeners(
     ssl_context: ssl.SSLContext | None = None,
     isolate: bool = False,
     allow_anyone: bool = False,
+    admit: Admit | None = None,
 ) -> list[Listener]:
     """Opens a listener for each address of a host, with ``trio.open_tcp_listeners``, or one at a Unix socket.
 
@@ -74,6 +76,10 @@ async def open_ucx_listeners(
             descriptors, and 10 ms to open, during which the program is blocked.
         allow_anyone: switches protected mode off. Every client that can reach the port is let in, unless ``authkey``
             or ``ssl_context`` keeps it out.
+        admit: an async function that decides about each client that the rest lets in: it gets the client's
+            :class:`PeerInfo`, before UCX sees any data of the client, and returns True or False. It runs in a task of
+            its own for each client, within ``connect_timeout``. If it raises, the client is not let in either, and the
+            exception is logged (logger ``trio_ucx``, at ERROR, at most once a minute).
 
     Cancellation: no listener is left behind.
 
@@ -92,7 +98,7 @@ async def open_ucx_listeners(
     backlog = check_integer(DEFAULT_BACKLOG if backlog is None else backlog, "backlog", 1, 2**31)
     timeout = check_timeout(connect_timeout, "connect_timeout")
     exchange_options = check_exchange_options(
-        shared_memory, keepalive_interval, authkey, ssl_context, isolate=isolate, allow_anyone=allow_anyone
+        shared_memory, keepalive_interval, authkey, ssl_context, isolate=isolate, allow_anyone=allow_anyone, admit=admit
     )
     options = check_options(close_timeout, window, max_message_size)
     await trio.lowlevel.checkpoint()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import ssl
 from typing import Literal, TypedDict
 
 from .._handshake.handshake import ExchangeOptions
 from .._handshake.peer_description import SharedMemory
 from .._link import Options
+from .._peer_info import Admit
 from .._rules.wire import MAX_WINDOW, MIN_WINDOW
 from .._util.arguments import check_integer, check_timeout
 from ..ucp import Worker
+from .authkey import check_authkey
 from .backoff import Backoff
 
-from .authkey import check_authkey
 #: Seconds of silence after which the kernel asks whether the peer's host is still there.
 KEEPALIVE_INTERVAL = 20.0
 
@@ -46,6 +48,7 @@ class ListenerOptions(ConnectionOptions, total=False):
 
     backlog: int | None
     allow_anyone: bool
+    admit: Admit | None
 
 
 def check_options(close_timeout: float, window: int, max_message_size: int) -> Options:
@@ -65,6 +68,7 @@ def check_exchange_options(
     *,
     isolate: bool = False,
     allow_anyone: bool = False,
+    admit: Admit | None = None,
 ) -> ExchangeOptions:
     wishes = {"auto": SharedMemory.AUTO, True: SharedMemory.ALWAYS, False: SharedMemory.NEVER}
     if not isinstance(shared_memory, (str, bool)) or shared_memory not in wishes:
@@ -77,9 +81,13 @@ def check_exchange_options(
     for name, flag in (("isolate", isolate), ("allow_anyone", allow_anyone)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool, not {type(flag).__name__}")
+    if admit is not None and (
+        not callable(admit) or (inspect.isroutine(admit) and not inspect.iscoroutinefunction(admit))
+    ):
+        raise TypeError(f"admit must be an async function that takes a trio_ucx.PeerInfo, not {admit!r}")
     interval = check_timeout(keepalive_interval, "keepalive_interval")
     return ExchangeOptions(
-        wishes[shared_memory], interval, authkey, ssl_context, server_hostname, isolate, allow_anyone
+        wishes[shared_memory], interval, authkey, ssl_context, server_hostname, isolate, allow_anyone, admit
     )
 
 
