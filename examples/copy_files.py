@@ -46,7 +46,7 @@ STALL_TIMEOUT = 60  # seconds in which something has to move
 LONGEST_ENTRY = 2**14  # room for two paths of PATH_MAX bytes
 
 #: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own user.
-AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
+AUTHKEY = trio_ucx.authkey()
 
 PLAN = struct.Struct("<HQ")  # jobs, bytes altogether
 
@@ -302,9 +302,8 @@ async def receive(destination: str, address: tuple[str, int]) -> None:
     os.makedirs(destination, exist_ok=True)
     root = os.open(destination, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        host, port = address
         open_listeners = partial(trio_ucx.open_ucx_listeners, max_message_size=LONGEST_ENTRY, authkey=AUTHKEY)
-        listener, *others = await open_listeners(port, host=host)
+        listener, *others = await open_listeners(address)
         for other in others:  # a host name may have several addresses
             await other.aclose()
         async with listener:

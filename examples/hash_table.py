@@ -71,7 +71,7 @@ MAX_SIZE, MAX_VALUE = 2**LENGTH_SHIFT - 1, 2**16 - 1
 
 PATIENCE = 10  # seconds for a server to say where its table is
 #: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own user.
-AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
+AUTHKEY = trio_ucx.authkey()
 
 
 class TableError(Exception):
@@ -100,11 +100,10 @@ async def serve(address: tuple[str, int], size: int, buckets: int | None) -> Non
             async for _ in connection.messages():
                 pass  # there are none: this waits until the client leaves
 
-    host, port = address
     with ucp.open_context() as context, context.allocate(size) as memory:
         lay_out(memory, buckets or max(1, size // 256))
         async with ucp.open_worker(context=context) as worker, trio.open_nursery() as nursery:
-            serving = partial(trio_ucx.serve_ucx, introduce, port, host=host, worker=worker, authkey=AUTHKEY)
+            serving = partial(trio_ucx.serve_ucx, introduce, address, worker=worker, authkey=AUTHKEY)
             for listener in await nursery.start(serving):  # a host name may have several addresses
                 print(f"listening at {trio_ucx.format_address(listener.address)}", flush=True)
 

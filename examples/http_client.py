@@ -31,7 +31,7 @@ import trio_ucx
 PIECE = 2**18
 STALL_TIMEOUT = 60  # seconds in which something has to move
 #: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own user.
-AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
+AUTHKEY = trio_ucx.authkey()
 
 
 class Failed(Exception):

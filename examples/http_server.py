@@ -43,7 +43,7 @@ import trio_ucx
 PIECE = 2**18
 LINGER = 2  # seconds for a client to read why we hang up
 #: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own user.
-AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
+AUTHKEY = trio_ucx.authkey()
 HANG_UP = "Connection", "close"
 NO_FILE = errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO
 

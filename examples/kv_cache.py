@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import sys
 from array import array
 from collections.abc import AsyncIterator
@@ -40,7 +39,7 @@ MAX_PROMPT = 65536
 #: Seconds that the computation of a layer takes.
 COMPUTING = 0.01
 #: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own user.
-AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
+AUTHKEY = trio_ucx.authkey()
 
 
 class PrefillError(Exception):
@@ -112,11 +111,10 @@ async def compute(pool: Pool, connection: trio_ucx.Connection, decoder: ucp.Remo
 
 
 async def prefill(address: tuple[str, int], blocks: int) -> None:
-    host, port = address
     async with ucp.open_worker() as worker:
         with worker.context.allocate(blocks * BLOCK, access=ucp.Access.READ) as memory:
             handler = partial(serve_decoder, Pool(memory, [*range(blocks)]))
-            serve = partial(trio_ucx.serve_ucx, handler, port, host=host, worker=worker, authkey=AUTHKEY)
+            serve = partial(trio_ucx.serve_ucx, handler, address, worker=worker, authkey=AUTHKEY)
             async with trio.open_nursery() as nursery:
                 server = await nursery.start(partial(serve, drain_on_signal=1))
                 print("listening at", trio_ucx.format_address(server.address), flush=True)

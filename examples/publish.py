@@ -13,7 +13,6 @@ again.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from contextlib import suppress
 from functools import partial
@@ -22,7 +21,7 @@ import trio
 
 import trio_ucx
 
-AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
+AUTHKEY = trio_ucx.authkey()
 
 
 async def subscribed(connection: trio_ucx.Connection) -> None:
@@ -45,10 +44,7 @@ async def serve(address: tuple[str, int], interval: float) -> None:
     async with trio.open_nursery() as nursery:
 
         async def run(task_status: trio.TaskStatus[trio_ucx.Server]) -> None:
-            host, port = address
-            await trio_ucx.serve_ucx(
-                subscribed, port, host=host, authkey=AUTHKEY, drain_on_signal=5, task_status=task_status
-            )
+            await trio_ucx.serve_ucx(subscribed, address, authkey=AUTHKEY, drain_on_signal=5, task_status=task_status)
             nursery.cancel_scope.cancel()  # it has drained
 
         server = await nursery.start(run)

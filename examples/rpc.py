@@ -54,7 +54,7 @@ SILENCE = 2**31 - 1  # nobody sends with this tag: a receive ends when the conne
 MAX_CALLS = 256
 MAX_HEADER = 2**16  # bytes of JSON
 #: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own user.
-AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
+AUTHKEY = trio_ucx.authkey()
 
 
 class RpcError(Exception):

@@ -27,7 +27,6 @@ import argparse
 import hashlib
 import itertools
 import math
-import os
 import signal
 import struct
 import sys
@@ -48,7 +47,7 @@ import trio_ucx
 MAX_DEATHS = 3
 AHEAD = 64  # tasks that `map` queues ahead
 #: Both sides need the same one, of 16 bytes or more. Without it a server lets in only clients of its own user.
-AUTHKEY = os.environb.get(b"TRIO_UCX_AUTHKEY")
+AUTHKEY = trio_ucx.authkey()
 
 Function = Callable[[bytes], bytes]
 
@@ -253,7 +252,7 @@ async def open_pool(address: tuple[str, int] = ("127.0.0.1", 0), patience: float
     Raises:
         PoolError: there has been no worker for ``patience`` seconds.
     """
-    listener, *others = await trio_ucx.open_ucx_listeners(address[1], host=address[0], authkey=AUTHKEY)
+    listener, *others = await trio_ucx.open_ucx_listeners(address, authkey=AUTHKEY)
     for other in others:  # a host name may have several addresses
         await other.aclose()
     pool = Pool(listener.address, patience=patience)

@@ -34,6 +34,10 @@ class Page(ctypes.Structure): ...
 def failed(connection: trio_ucx.Connection, error: Exception) -> None: ...
 
 
+async def admit(peer: trio_ucx.PeerInfo) -> bool:
+    return peer.uid == 1000
+
+
 async def handler(connection: trio_ucx.Connection) -> None:
     async for message in connection.messages(5):
         await connection.send(message, tag=5)
@@ -69,6 +73,12 @@ async def connections(nursery: trio.Nursery, options: trio_ucx.ListenerOptions) 
         stream: trio.abc.HalfCloseableStream = c
         await stream.send_all(b"")
     await trio_ucx.serve_ucx(handler, 0, on_handler_error=failed, drain_on_signal=5, **options)
+    await trio_ucx.serve_ucx(handler, "unix:/run/x", authkey=trio_ucx.authkey(), admit=admit)
+    await trio_ucx.open_ucx_listeners(server.address)
+    addresses = ["a:1", "b:1"]
+    async with trio_ucx.connect(addresses), trio_ucx.connect((("a", 1), "b:1")), trio_ucx.connect([server.address]):
+        connection: trio_ucx.Connection = await trio_ucx.connect("a:1")
+        await connection.aclose()
 
 
 async def raw(worker: ucp.Worker, endpoint: ucp.Endpoint, remote: ucp.RemoteMemory, chain: chains.RequestChain) -> None:

@@ -56,7 +56,8 @@ async def clients() -> None:
     trio_ucx.connect("host:9999", retry=trio_ucx.Backoff(0.1))  # refused
     trio_ucx.connect("host:9999", shared_memory="always")  # refused
     trio_ucx.connect("host:9999", authkey="a key that is text")  # refused
-    await trio_ucx.connect("host:9999")  # refused
+    trio_ucx.connect(["host:9999", 9999])  # refused
+    trio_ucx.connect({"host:9999": 1})  # refused
     await trio_ucx.connect("host:9999").send(b"")  # refused
     with trio_ucx.connect("host:9999"):  # refused
         pass
@@ -65,7 +66,8 @@ async def clients() -> None:
 
 async def servers() -> None:
     await trio_ucx.serve_ucx(handler, 0, windw=3)  # refused
-    await trio_ucx.serve_ucx(handler, "0")  # refused
+    await trio_ucx.serve_ucx(handler, 0.5)  # refused
+    await trio_ucx.serve_ucx(handler, 0, admit=lambda peer: True)  # refused
     await trio_ucx.serve_ucx(handler, 0, "localhost")  # refused
     await trio_ucx.serve_ucx(stream_handler, 0)  # refused
     await trio_ucx.serve_ucx(greedy_handler, 0)  # refused

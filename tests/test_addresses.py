@@ -68,7 +68,21 @@ def test_values_that_are_no_addresses(wrong: Any) -> None:
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        *((f"{scheme}://127.0.0.1:5", "has a scheme, which is no part of an address") for scheme in ("tcp", "ucx")),
+        *(
+            (f"{scheme}://{end}", f"'{scheme}://{end}' has a scheme, which is no part of an address: write '{meant}'$")
+            for scheme in ("tcp", "ucx", "http")
+            for end, meant in (
+                ("127.0.0.1:5", "127.0.0.1:5"),
+                ("some.host:5/", "some.host:5"),
+                ("some.host:5/a/path", "some.host:5"),
+                ("some.host", "some.host:port"),
+                ("", "host:port"),
+            )
+        ),
+        ("ucx://[::1]:5", r"write '\[::1\]:5'$"),
+        ("unix:///run/socket", "'unix:///run/socket' has a scheme, .*: write 'unix:/run/socket'$"),
+        ("unix://run/socket", "write 'unix:/run/socket'$"),
+        (("tcp://some.host", 5), "'tcp://some.host' has a scheme, .*: write 'some.host'$"),
         *((host, "has no port: write") for host in ("127.0.0.1", "some.host", "[::1]")),
         ("::1:5", r"brackets: \[::1:5\]:port or \[::1\]:5$"),
         ("fe80::1%eth0:65535", r"brackets: \[fe80::1%eth0:65535\]:port or \[fe80::1%eth0\]:65535$"),
@@ -76,7 +90,7 @@ def test_values_that_are_no_addresses(wrong: Any) -> None:
         ("a:b:5", "'a:b:5' is not an address"),
     ],
 )
-def test_what_is_wrong_with_an_address(wrong: str, match: str) -> None:
+def test_what_is_wrong_with_an_address(wrong: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match) as caught:
         trio_ucx.parse_address(wrong)
     assert ("brackets:" in str(caught.value)) == ("brackets:" in match)

@@ -151,8 +151,19 @@ async def enter_and_exit(make: Callable[[], AbstractAsyncContextManager[Any]]) -
 
 @calls("connect", "Connecting.__aenter__", "Connecting.__aexit__")
 async def use_connect(stage: Stage) -> None:
-    await enter_and_exit(lambda: trio_ucx.connect(stage.listener.address, worker=stage.worker))
-    (await stage.listener.accept()).abort()
+    for addresses in stage.listener.address, ["unix:/no/such", stage.listener.address]:
+        await enter_and_exit(lambda addresses=addresses: trio_ucx.connect(addresses, worker=stage.worker))
+        (await stage.listener.accept()).abort()
+
+
+@calls("Connecting.__await__")
+async def use_connecting_await(stage: Stage) -> None:
+    with assert_checkpoints():
+        connection = await trio_ucx.connect(stage.listener.address, worker=stage.worker)
+    connection.abort()
+    with assert_checkpoints():
+        with contextlib.suppress(OSError):
+            await trio_ucx.connect("unix:/no/such", worker=stage.worker)
 
 
 @calls("open_ucx_stream")
@@ -943,6 +954,7 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
 
 #: What opens, enters or closes; and what needs an object that is gone with its worker.
 NOT_CALLED_WHEN_CLOSED = {
+    "Connecting.__await__",
     "ConnectionRequest.accept",
     "Request.__await__",
     "UCXListener.serve",

@@ -94,7 +94,7 @@ def test_peer_description(field: str) -> None:
 
 def test_peer_info() -> None:
     """The texts of a certificate are the program's, as ``ssl`` returns them."""
-    info = PeerInfo({"subject": ((("commonName", EVIL),),)}, None, None, None, "", 0, "")
+    info = PeerInfo({"subject": ((("commonName", EVIL),),)}, None, None, None, None, "", 0, "")
     assert repr(info).isprintable()
 
 

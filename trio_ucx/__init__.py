@@ -13,7 +13,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
                      _link                              the rules of one connection, carried out over UCX
                      _arrays                            arrays as messages
                      _handshake                         how a connection begins: the control socket, authentication
-                     _opening                           addresses, options, attempts; the run's shared worker
+                     _opening                           addresses, keys, options, attempts; the run's shared worker
                      _connection, _channels,            what the user holds
                        _listener, _server, _statistics
                      _open, _serve                      what the user calls
@@ -38,6 +38,7 @@ from ._errors import (
 from ._listener import Listener, ListenerStatistics
 from ._open import Connecting, connect, open_ucx_stream
 from ._opening.addresses import format_address, parse_address
+from ._opening.authkey import authkey
 from ._opening.backoff import Backoff
 from ._opening.options import ConnectionOptions, ConnectOptions, ListenerOptions
 from ._peer_info import PeerInfo, PeerState
@@ -79,6 +80,7 @@ __all__ = [
     "UnexpectedMessage",
     "WritableBuffer",
     "__version__",
+    "authkey",
     "connect",
     "format_address",
     "open_ucx_listeners",

@@ -45,8 +45,9 @@ class ServerFull(_Refused, ConnectionRefusedError):
 class NotAdmitted(_Refused, PermissionError):
     """The listener and the client do not accept each other, and trying again will not help.
 
-    An ``authkey`` or certificate is wrong or missing, the listener is in protected mode, or the two sides cannot work
-    together: other releases of trio_ucx, or options that exclude each other. The message says which.
+    An ``authkey`` or certificate is wrong or missing, the listener is in protected mode, its ``admit=`` function does
+    not let the client in, or the two sides cannot work together: other releases of trio_ucx, or options that exclude
+    each other. The message says which.
 
     Attributes:
         errno: EACCES.

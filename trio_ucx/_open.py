@@ -7,20 +7,24 @@ import math
 import os
 import socket
 import ssl
+import types
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
 from ._connection import Connection
+from ._errors import NotAdmitted, NotTrioUCX, ServerDraining, ServerFull
 from ._handshake.client import Connector
 from ._handshake.handshake import ExchangeOptions
 from ._handshake.registry import WorkerConnections
 from ._link import Options
-from ._opening.backoff import Backoff
+from ._opening.addresses import addresses_in
+from ._opening.backoff import Backoff, is_temporary
 from ._opening.options import KEEPALIVE_INTERVAL, ConnectOptions, check_exchange_options, check_options, check_worker
 from ._opening.run_worker import shared_worker
 from ._opening.unix import unix_path
@@ -172,13 +176,39 @@ def _hint(number: int) -> str:
 
 
 async def _open(
-    destination: _Destination, exchange_options: ExchangeOptions, options: Options, retry: Backoff | None
+    destinations: list[_Destination], exchange_options: ExchangeOptions, options: Options, retry: Backoff | None
 ) -> Connection:
     check_in_trio()
     if retry is not None:
         if not isinstance(retry, Backoff):
             raise TypeError(f"retry must be a trio_ucx.Backoff, not {type(retry).__name__}")
-        return await retry._run(lambda: _open(destination, exchange_options, options, None))
+        return await retry._run(lambda: _open(destinations, exchange_options, options, None))
+    errors: list[OSError] = []
+    for destination in destinations:
+        try:
+            return await _open_one(destination, exchange_options, options)
+        except OSError as error:
+            if len(destinations) == 1:
+                raise
+            errors.append(error)
+    try:
+        raise _all_failed(errors) from ExceptionGroup("connecting failed at each address", errors)
+    finally:
+        del errors  # their tracebacks refer to this frame
+
+
+def _all_failed(errors: list[OSError]) -> OSError:
+    """Returns one error for several addresses: that of the first address where another attempt may succeed, if any."""
+    first = next(filter(is_temporary, errors), errors[0])
+    number = first.errno or errno.EIO
+    text = f"none of {len(errors)} addresses could be connected to: "
+    text += " ".join(f"({place}) {error.strerror or error}" for place, error in enumerate(errors, 1))
+    if isinstance(first, (ServerDraining, ServerFull, NotAdmitted, NotTrioUCX)):
+        return type(first)(number, text, first.address)
+    return socket.gaierror(number, text) if isinstance(first, socket.gaierror) else OSError(number, text)
+
+
+async def _open_one(destination: _Destination, exchange_options: ExchangeOptions, options: Options) -> Connection:
     await trio.lowlevel.checkpoint_if_cancelled()
     check_worker(destination.worker)
     descriptors.require(descriptors.CONNECTION, f"connecting to {destination.label}")
@@ -198,16 +228,25 @@ async def _open(
     return Connection._wrap(await connector.run())
 
 
+@types.coroutine
+def _steps(coroutine: Coroutine[Any, Any, Connection]) -> Generator[Any, Any, Connection]:
+    """Runs a coroutine for an ``__await__``: as a generator, so that Trio's task tree and reports see through it."""
+    connection: Connection = yield from coroutine
+    return connection
+
+
 @attrs.define(eq=False, repr=False)
 class Connecting(metaclass=OpenedNotConstructed):
     """What :func:`connect` returns: ``async with`` opens the :class:`Connection`, and closes it at the end.
+
+    ``await`` opens and returns it; the caller then closes it.
 
     Cancellation: as :func:`connect`.
     """
 
     # A class, because a KeyboardInterrupt can end a generator between any two of its lines.
 
-    _destination: _Destination
+    _destinations: list[_Destination]
     _exchange_options: ExchangeOptions
     _options: Options
     _retry: Backoff | None
@@ -216,8 +255,8 @@ class Connecting(metaclass=OpenedNotConstructed):
     @enable_ki_protection
     async def __aenter__(self) -> Connection:
         if self._connection is not None:
-            raise RuntimeError("connect(...) can be entered once; call connect again for another connection")
-        self._connection = await _open(self._destination, self._exchange_options, self._options, self._retry)
+            raise RuntimeError("connect(...) can be entered or awaited once; call connect again for another connection")
+        self._connection = await _open(self._destinations, self._exchange_options, self._options, self._retry)
         return self._connection
 
     @enable_ki_protection
@@ -227,12 +266,15 @@ class Connecting(metaclass=OpenedNotConstructed):
         assert self._connection is not None
         await self._connection.__aexit__(exc_type, exc, traceback)
 
+    def __await__(self) -> Generator[Any, Any, Connection]:
+        return (yield from _steps(self.__aenter__()))
+
     def __repr__(self) -> str:
-        return f"<trio_ucx.Connecting to {self._destination.label}>"
+        return f"<trio_ucx.Connecting to {', '.join(destination.label for destination in self._destinations)}>"
 
 
 def connect(
-    address: Address,
+    address: Address | Sequence[Address],
     *,
     worker: Worker | None = None,
     connect_timeout: float = 10,
@@ -251,15 +293,18 @@ def connect(
 ) -> Connecting:
     """Connects to a trio_ucx listener; an async context manager that returns a :class:`Connection`.
 
+    ``await connect(...)`` returns the Connection, too, which the caller then has to close.
+
     A connection begins on a TCP or Unix socket, the *control socket*. There the two sides authenticate each other if
     asked to, and describe how their UCX workers can be reached. Messages then go over UCX. Leaving the block normally
     closes gracefully (:meth:`Connection.aclose`), leaving it by an exception or a cancellation closes by force.
 
     Args:
-        address: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``.
+        address: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``. Several of them, as in
+            ``["a:1", "b:1"]``, are tried in this order until one succeeds.
         worker: the worker of the connection; by default the run's shared worker.
-        connect_timeout: seconds for everything: the look-up of the name, the control socket, the exchange and the
-            greeting over UCX.
+        connect_timeout: seconds for everything at one address: the look-up of the name, the control socket, the
+            exchange and the greeting over UCX.
         close_timeout: seconds that closing may take.
         window: bytes of unread messages that we hold at most; then the peer's sends wait.
         max_message_size: the longest message that :meth:`Connection.receive` allocates memory for.
@@ -280,29 +325,36 @@ def connect(
             Otherwise it shares the endpoint with all connections between the same two workers, and its small messages
             wait behind their large ones. A worker costs about 5 MB of memory, 16 file descriptors, and 10 ms to open,
             during which the program is blocked.
-        retry: tries again as a :class:`Backoff` says. ``connect_timeout`` is then for each attempt.
+        retry: tries again as a :class:`Backoff` says, each time at all addresses. ``connect_timeout`` is then for each
+            attempt.
 
     Cancellation: if entering the block is cancelled, no connection is left behind.
 
     Raises:
         TimeoutError: it took longer than ``connect_timeout``; the message says what was under way.
         ServerDraining, ServerFull: try another server, or later.
-        NotAdmitted: a wrong or missing ``authkey`` or certificate, protected mode, or sides that cannot work together.
+        NotAdmitted: a wrong or missing ``authkey`` or certificate, protected mode, a listener whose ``admit=`` does not
+            let the client in, or sides that cannot work together.
         NotTrioUCX: something else listens there.
         OSError: nobody listens there, unreachable, an unknown host; ``errno`` says which. Too few file descriptors are
-            left (EMFILE). PermissionError: strangers cannot be kept away from UCX's ports.
+            left (EMFILE). PermissionError: strangers cannot be kept away from UCX's ports. If none of several addresses
+            can be connected to, the exception is of the type for the first one where a later attempt may succeed, or
+            for the first one. Its text says what failed at each, and its ``__cause__`` is a group of these errors.
         TypeError, ValueError: a wrong argument; a worker that cannot have Connections.
         UCXError: UCX cannot start, for the run's shared worker.
         trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke.
-        RuntimeError: the context manager was entered before; a raw receive waits on ``worker`` that could take messages
-            of its first Connection.
+        RuntimeError: the context manager was entered or awaited before; a raw receive waits on ``worker`` that could
+            take messages of its first Connection.
     """
-    destination = _Destination.check(address, worker, connect_timeout, happy_eyeballs_delay, local_address)
+    destinations = [
+        _Destination.check(one, worker, connect_timeout, happy_eyeballs_delay, local_address)
+        for one in addresses_in(address)
+    ]
     exchange_options = check_exchange_options(
         shared_memory, keepalive_interval, authkey, ssl_context, server_hostname, isolate=isolate
     )
     options = check_options(close_timeout, window, max_message_size)
-    return Connecting._create(destination, exchange_options, options, retry)
+    return Connecting._create(destinations, exchange_options, options, retry)
 
 
 @enable_ki_protection
@@ -317,4 +369,4 @@ async def open_ucx_stream(
 
     Raises: as :func:`connect`.
     """
-    return await connect((host, port), worker=worker, **options).__aenter__()
+    return await connect((host, port), worker=worker, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import attrs
@@ -31,6 +32,7 @@ class PeerInfo:
             certificate was asked for.
         pid, uid, gid: of its process, as this machine's kernel gives them for a Unix socket (``SO_PEERCRED``); for a
             client these are the process that has opened the listener. None over TCP.
+        address: of its control socket, as :attr:`Connection.remote_address`; None for most clients of a Unix socket.
         stated_host: the name of its host, as the peer states it. Nobody has verified that.
         stated_pid: its process id in its PID namespace, as the peer states it.
         stated_software: its release of trio_ucx, such as ``"trio_ucx 1.0, UCX 1.22.0"``, as the peer states it.
@@ -40,6 +42,11 @@ class PeerInfo:
     pid: int | None
     uid: int | None
     gid: int | None
+    address: tuple[str, int] | None
     stated_host: str
     stated_pid: int
     stated_software: str
+
+
+#: Decides whether a client is let in: the ``admit=`` of listeners.
+Admit = Callable[[PeerInfo], Awaitable[bool]]

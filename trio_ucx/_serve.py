@@ -14,12 +14,14 @@ from trio.lowlevel import enable_ki_protection
 
 from ._handshake.server import Acceptor
 from ._listener import Listener
+from ._opening.addresses import listening_address
 from ._opening.options import KEEPALIVE_INTERVAL, ListenerOptions, check_exchange_options, check_options, check_worker
 from ._opening.run_worker import shared_worker
 from ._opening.unix import open_unix_listener, unix_path
+from ._peer_info import Admit
 from ._server import Handler, OnHandlerError, Server
 from ._util.arguments import check_in_trio, check_integer, check_timeout
-from ._util.socket_addresses import check_port, format_address
+from ._util.socket_addresses import SocketAddress, format_address
 from .ucp import Worker
 
 logger = logging.getLogger("trio_ucx")
@@ -33,7 +35,7 @@ MAX_KERNEL_BACKLOG = 0xFFFF
 
 @enable_ki_protection
 async def open_ucx_listeners(
-    port: int,
+    port: int | SocketAddress,
     *,
     host: str | None = None,
     worker: Worker | None = None,
@@ -48,6 +50,7 @@ async def open_ucx_listeners(
     ssl_context: ssl.SSLContext | None = None,
     isolate: bool = False,
     allow_anyone: bool = False,
+    admit: Admit | None = None,
 ) -> list[Listener]:
     """Opens a listener for each address of a host, with ``trio.open_tcp_listeners``, or one at a Unix socket.
 
@@ -56,9 +59,9 @@ async def open_ucx_listeners(
     clients of its own user, or of root, on its own machine. The error that other clients get names the reason.
 
     Args:
-        port: 0 chooses a free one.
-        host: a name or address of this machine; None means every interface, IPv4 and IPv6. ``"unix:/path"``, with
-            port 0, is a Unix socket; its file's permissions decide who can connect.
+        port: 0 chooses a free one. Or an address, without ``host=``: ``"host:port"``, ``"[v6]:port"``,
+            ``(host, port)``, or ``"unix:/path"``, a Unix socket, whose file's permissions decide who can connect.
+        host: a name or address of this machine; None means every interface, IPv4 and IPv6.
         worker: the worker of the connections; by default the run's shared worker.
         backlog: the greatest number of clients that were let in and not accepted yet. Further clients wait until there
             is room, or until their or the listener's ``connect_timeout`` ends. None means 1024.
@@ -73,6 +76,10 @@ async def open_ucx_listeners(
             descriptors, and 10 ms to open, during which the program is blocked.
         allow_anyone: switches protected mode off. Every client that can reach the port is let in, unless ``authkey``
             or ``ssl_context`` keeps it out.
+        admit: an async function that decides about each client that the rest lets in: it gets the client's
+            :class:`PeerInfo`, before UCX sees any data of the client, and returns True or False. It runs in a task of
+            its own for each client, within ``connect_timeout``. If it raises, the client is not let in either, and the
+            exception is logged (logger ``trio_ucx``, at ERROR, at most once a minute).
 
     Cancellation: no listener is left behind.
 
@@ -85,17 +92,15 @@ async def open_ucx_listeners(
         trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke.
     """
     check_in_trio()
-    port = check_port(port)
+    host, port = listening_address(port, host)
     path = unix_path((host, port))
     check_worker(worker)
     backlog = check_integer(DEFAULT_BACKLOG if backlog is None else backlog, "backlog", 1, 2**31)
     timeout = check_timeout(connect_timeout, "connect_timeout")
     exchange_options = check_exchange_options(
-        shared_memory, keepalive_interval, authkey, ssl_context, isolate=isolate, allow_anyone=allow_anyone
+        shared_memory, keepalive_interval, authkey, ssl_context, isolate=isolate, allow_anyone=allow_anyone, admit=admit
     )
     options = check_options(close_timeout, window, max_message_size)
-    if host is not None and not isinstance(host, str):
-        raise TypeError(f"the host must be a str or None, not {type(host).__name__}")
     await trio.lowlevel.checkpoint()
     if path is not None:
         sockets = [open_unix_listener(path, MAX_KERNEL_BACKLOG)]
@@ -163,7 +168,7 @@ async def _listen(port: int, host: str | None) -> list[trio.SocketListener]:
 @enable_ki_protection
 async def serve_ucx(
     handler: Handler,
-    port: int,
+    port: int | SocketAddress,
     *,
     host: str | None = None,
     worker: Worker | None = None,
@@ -189,7 +194,8 @@ async def serve_ucx(
 
     Args:
         handler: an async function that takes a :class:`Connection`.
-        port, host, worker: see :func:`open_ucx_listeners`, which also takes the ``options``.
+        port, host, worker: see :func:`open_ucx_listeners`, which also takes the ``options``. ``port`` may be an
+            address: ``"10.0.0.5:13337"``, ``"unix:/path"``.
         handler_nursery: where the handlers run; by default a nursery of its own.
         on_handler_error: what an exception of a handler does, if it does not come from the handler's own client:
             ``"raise"`` ends the server; ``"log"`` logs it with its traceback, at ERROR; a function is called with the

@@ -111,11 +111,11 @@ QUICK = ["--sizes", "8,1k,64k", "--iterations", "20"]
 
 
 def environment(without: Sequence[str] = (), **changes: str) -> dict[str, str]:
-    """This process's environment with a key for ``perf``, and without UCX's options. Warnings, such as those for leaks,
-    are errors there.
+    """This process's environment with a key for ``perf``, and without UCX's options and a key of this user. Warnings,
+    such as those for leaks, are errors there.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
-    clean |= {"PYTHONWARNINGS": "error", "TRIO_UCX_AUTHKEY": AUTHKEY, **changes}
+    clean |= {"PYTHONWARNINGS": "error", "TRIO_UCX_AUTHKEY": AUTHKEY, "XDG_CONFIG_HOME": "/dev/null", **changes}
     return {name: value for name, value in clean.items() if name not in without}
 
 

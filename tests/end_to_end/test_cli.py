@@ -305,12 +305,19 @@ def test_the_key_that_a_server_makes() -> None:
 def test_keys_from_files_and_without(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_bytes(b"sixteen letters!\n")
+    file.chmod(0o600)
     options = ["--authkey-file", str(file)]
     with start_cli("perf", "--listen", "127.0.0.1:0", "--json", *options) as server:  # rather than the environment's
         said = json.loads(read_line(server))
         assert list(said) == ["listening"]
         assert run_cli("perf", said["listening"], *QUICK, *options).returncode == 0
         assert run_cli("perf", said["listening"], *QUICK).returncode == 1
+        folder = tmp_path / "trio_ucx"
+        folder.mkdir()
+        file.rename(folder / "authkey")
+        of_user = {"XDG_CONFIG_HOME": str(tmp_path)}
+        done = run_cli("perf", said["listening"], *QUICK, without=["TRIO_UCX_AUTHKEY"], **of_user)
+        assert done.returncode == 0, done.stderr
     with start_cli("perf", "--listen", "127.0.0.1:0", "--json", "--allow-anyone") as server:
         said = json.loads(read_line(server))
         assert list(said) == ["listening"]
@@ -320,7 +327,15 @@ def test_keys_from_files_and_without(tmp_path: Path) -> None:
 def test_keys_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "key"
     file.write_bytes(b"fifteen letters\n")
-    for wrong, words in ((file, "authkey has 15 bytes"), (tmp_path / "none", "No such file")):
+    file.chmod(0o600)
+    readable = tmp_path / "readable"
+    readable.write_bytes(b"sixteen letters!\n")
+    readable.chmod(0o644)
+    for wrong, words in (
+        (file, "authkey has 15 bytes"),
+        (tmp_path / "none", "No such file"),
+        (readable, "other users can read or change this file (mode 0644): chmod 600 it"),
+    ):
         with pytest.raises(SystemExit):
             main(["perf", "--listen", "0", "--authkey-file", str(wrong)])
         said = capsys.readouterr().err

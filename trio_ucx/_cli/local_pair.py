@@ -14,14 +14,13 @@ from functools import partial
 
 import trio
 
+from .._opening.authkey import AUTHKEY
 from .errors import AlreadyReported, PerfError, how_it_ended
 
 #: Seconds that the server process may take to start, and to end by itself.
 SERVER_START = 30
 SERVER_END = 5
 
-#: Environment variable: the authkey of ``perf``. (Everybody can see the arguments of a process.)
-AUTHKEY_VARIABLE = "TRIO_UCX_AUTHKEY"
 #: The command that both processes run.
 PERF = [sys.executable, "-m", "trio_ucx", "perf"]
 
@@ -75,7 +74,8 @@ async def open_server(
 
 
 def with_authkey(authkey: str) -> dict[str, str]:
-    return {**os.environ, AUTHKEY_VARIABLE: authkey}
+    """Returns this environment with a key for ``perf``. (Everybody can see the arguments of a process.)"""
+    return {**os.environ, AUTHKEY: authkey}
 
 
 def transport_options(transports: str | None) -> list[str]:

@@ -24,6 +24,7 @@ from typing import Any
 import attrs
 import trio
 
+from .._opening.authkey import AUTHKEY
 from .errors import how_it_ended
 
 #: Seconds that the other ranks may take to end by themselves after one has failed, and then after SIGTERM.
@@ -108,7 +109,7 @@ def environments(size: int, meeting: Path) -> Iterator[dict[str, str]]:
             "TRIO_UCX_RANK": str(rank),
             "TRIO_UCX_SIZE": str(size),
             "TRIO_UCX_MEETING": meeting.as_uri(),
-            "TRIO_UCX_AUTHKEY": authkey,
+            AUTHKEY: authkey,
         }
 
 

@@ -19,12 +19,12 @@ import attrs
 import trio
 
 from .. import Connection, NotAdmitted, connect, serve_ucx
-from .._opening.options import check_authkey
+from .._opening.authkey import AUTHKEY, AUTHKEY_FILE, DEFAULT_FILE, authkey, read_authkey
 from .._util.socket_addresses import format_address, split_address
 from .._version import __version__
 from .errors import EXPECTED, describe
 from .idle_cores import count_idle_cores
-from .local_pair import AUTHKEY_VARIABLE, run_pair, transport_options
+from .local_pair import run_pair, transport_options
 from .measuring import DEFAULT_SECONDS, Advance, chosen_worker, half_trips, messages_a_second, progress_bar, repeat
 from .perf_protocol import Client, RoundKind, Timing, serve
 from .sizes import format_size, parse_sizes
@@ -69,8 +69,8 @@ def add_command(commands: Any) -> None:
         description="Measures latency, bandwidth and message rate, beside those of plain TCP, and verifies all data. "
         "Without ADDRESS and --listen between two new processes of this machine.",
         epilog="Two machines: `perf --listen 13337` on one prints what to type on the other, which prints the results. "
-        "Both need the same key: a new one that it prints, or the one in --authkey-file or the environment variable "
-        f"{AUTHKEY_VARIABLE}.",
+        "Both need the same key: a new one that it prints, or the one in --authkey-file, or the one of this user: in "
+        f"the environment variable {AUTHKEY}, in the file that {AUTHKEY_FILE} names, or in ~/.config/{DEFAULT_FILE}.",
     )
     role = parser.add_mutually_exclusive_group()
     role.add_argument("address", nargs="?", type=parse_address, metavar="ADDRESS", help="host:port of a listening perf")
@@ -118,33 +118,25 @@ def add_command(commands: Any) -> None:
         if arguments.authkey_file and arguments.listen is None and arguments.address is None:
             parser.error("--authkey-file is for --listen, or with an ADDRESS")
         try:
-            arguments.authkey = None if arguments.allow_anyone else given_authkey(arguments.authkey_file)
+            if arguments.allow_anyone or (arguments.listen is None and arguments.address is None):
+                arguments.authkey = None
+            elif file := arguments.authkey_file:
+                arguments.authkey = read_authkey(file, f"--authkey-file={file}")
+            else:
+                arguments.authkey = authkey()
         except (OSError, ValueError) as error:
-            parser.error(f"the key in {arguments.authkey_file or AUTHKEY_VARIABLE}: {error}")
+            parser.error(str(error))
         if arguments.listen is not None:
             return trio.run(run_server, arguments)
         if arguments.address is not None:
             try:
                 return trio.run(run_client, arguments)
             except NotAdmitted as error:
-                error.add_note(f"perf takes the key from {AUTHKEY_VARIABLE} or --authkey-file; perf --listen prints it")
+                error.add_note(f"perf takes the key from {AUTHKEY} or --authkey-file; perf --listen prints it")
                 raise
         return trio.run(run_pair, arguments)
 
     parser.set_defaults(run=run, prog=parser.prog)
-
-
-def given_authkey(file: Path | None) -> bytes | None:
-    """The key in the file, without the end of its line, or in the environment.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the key is too short.
-    """
-    if file is not None:
-        return check_authkey(file.read_bytes().rstrip(b"\r\n"))
-    text = os.environ.get(AUTHKEY_VARIABLE)
-    return None if text is None else check_authkey(os.fsencode(text))
 
 
 # ---- the server ----
@@ -183,7 +175,7 @@ def other_side(arguments: argparse.Namespace, address: tuple[str, int], new_key:
     options = transport_options(arguments.transports)
     command = shlex.join(["python", "-m", "trio_ucx", "perf", *options, format_address(address)])
     if new_key is not None:
-        return f"on the other machine: {AUTHKEY_VARIABLE}={new_key} {command}"
+        return f"on the other machine: {AUTHKEY}={new_key} {command}"
     return f"on the other machine{', with the same key' if arguments.authkey else ''}: {command}"
 
 

@@ -20,7 +20,7 @@ from .._rules.wire import ProtocolError
 from .._util.contained import contained, ignoring_late_run
 from .._util.live_handles import live_handles
 from ..ucp._internal_api import Engine
-from .control_stream import CHUNK, TLS, peer_credentials
+from .control_stream import CHUNK, TLS, Address, identify
 from .exchange import Event, Exchange, Refused
 from .peer_description import PeerDescription
 
@@ -100,24 +100,10 @@ class ControlSocket:
         self.on_lost(loss)
         self._sockets.peer_may_have_died()
 
-    def identify(self, peer: PeerDescription) -> PeerInfo:
+    def identify(self, peer: PeerDescription, address: Address) -> PeerInfo:
         """Returns who the peer is."""
         assert self._socket is not None
-        pid: int | None = None
-        uid: int | None = None
-        gid: int | None = None
-        if self._socket.family == socket.AF_UNIX:
-            pid, uid, gid = peer_credentials(self._socket)
-        certificate = None if self._tls is None else self._tls.object.getpeercert()
-        return PeerInfo(
-            certificate=certificate or None,
-            pid=pid,
-            uid=uid,
-            gid=gid,
-            stated_host=peer.host_name,
-            stated_pid=peer.worker.process.pid,
-            stated_software=peer.software,
-        )
+        return identify(self._socket, self._tls, peer, address)
 
     def internal_error(self, error: BaseException) -> None:
         """An exception in our own code while the socket was read: ends this connection only. Never raises."""

@@ -16,9 +16,11 @@ from contextlib import suppress
 
 import trio
 
+from .._peer_info import PeerInfo
 from .._rules.wire import MAGIC, ProtocolError
 from .._util.socket_addresses import family_of
 from .._util.text import printable
+from .peer_description import PeerDescription
 
 #: Host and port; ``("unix:/path", 0)`` for a Unix socket, or None where that has no name.
 Address = tuple[str, int] | None
@@ -247,6 +249,23 @@ def peer_credentials(control: trio.socket.SocketType | socket.socket) -> tuple[i
     """The pid, uid and gid of the process at the other end of a Unix socket."""
     pid, uid, gid = _CREDENTIALS.unpack(control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid, gid
+
+
+def identify(
+    control: trio.socket.SocketType | socket.socket, tls: TLS | None, peer: PeerDescription, address: Address
+) -> PeerInfo:
+    """Returns who the peer at the other end of a control socket is."""
+    pid, uid, gid = peer_credentials(control) if control.family == socket.AF_UNIX else (None, None, None)
+    return PeerInfo(
+        certificate=(tls and tls.object.getpeercert()) or None,
+        pid=pid,
+        uid=uid,
+        gid=gid,
+        address=address,
+        stated_host=peer.host_name,
+        stated_pid=peer.worker.process.pid,
+        stated_software=peer.software,
+    )
 
 
 def source_of(control: trio.socket.SocketType) -> bytes | int:

@@ -165,9 +165,14 @@ class UnknownProtocol(ProtocolError):
 
 
 class Refusal(ProtocolError):
-    """The peer must be refused, and told the reason (:meth:`Exchange.refuse`)."""
+    """The peer must be refused, and told the reason (:meth:`Exchange.refuse`).
+
+    Attributes:
+        kind: what the log counts it as.
+    """
 
     why: ClassVar[RefusalCode] = RefusalCode.NOT_ADMITTED
+    kind = "refused"
 
 
 class NoRoom(Refusal):
@@ -201,6 +206,15 @@ class ProtectedMode(Refusal):
             "allow_anyone=True the listener lets in every client that can reach it"
         )
         self.kind = kind
+
+
+class AdmitFailed(Refusal):
+    """The program's ``admit=`` has raised, from the exception in ``__cause__``."""
+
+    kind = "its admit= failed"
+
+    def __init__(self) -> None:
+        super().__init__("the listener's admit= function failed, and its log says why")
 
 
 class Exchange:

@@ -26,6 +26,7 @@ from outcome import Error, Value
 
 from .._errors import refusal
 from .._link import Link, MessagePort, Options
+from .._peer_info import Admit
 from .._rules import wire
 from .._rules.life import Loss
 from .._util.contained import contained, report
@@ -72,6 +73,7 @@ class ExchangeOptions:
         keepalive_interval: see :func:`control_stream.set_keepalive`.
         isolate: whether the connection has a worker of its own.
         allow_anyone: for a listener: switches protected mode off.
+        admit: for a listener: decides which clients are let in.
     """
 
     shared_memory: SharedMemory
@@ -81,6 +83,7 @@ class ExchangeOptions:
     server_hostname: str | None = None
     isolate: bool = False
     allow_anyone: bool = False
+    admit: Admit | None = None
 
     @property
     def keeps_strangers_out(self) -> bool:
@@ -451,7 +454,7 @@ class Handshake:
             return
         link.share.endpoint.mark_proven()
         control.exchange.mark_opened()
-        link.peer_info = control.identify(self.peer)
+        link.peer_info = control.identify(self.peer, self.remote)
         closing = link.closing
         closing.control_socket = control
         closing.on_closed = self._close_own_worker

@@ -1,11 +1,12 @@
 """The server's side of handshakes: accepts control sockets and runs their exchanges, whether anybody accepts or not.
 
-Admission and backlog. A client is *let in* when its OPEN has arrived; with an authkey, it has proved by then that it
-knows the key. ``backlog`` limits the clients that were let in and whose connection was not accepted yet. When it is
-used up, a client whose OPEN arrives waits for a place. A client that was not let in yet is a *stranger*, and does not
-count. All unfinished exchanges together are at most MAX_EXCHANGES, or as many as file descriptors allow. Further
-clients wait in the kernel's queue, until an exchange ends. The acceptor itself ends exchanges of idle strangers: they
-were accepted more than GRACE seconds ago, and have sent nothing that we have not read.
+Admission and backlog. A client is *let in* when its OPEN has arrived and the program's ``admit=`` has admitted it; with
+an authkey, it has proved by then that it knows the key. ``backlog`` limits the clients that were let in and whose
+connection was not accepted yet. When it is used up, a client whose OPEN arrives waits for a place. A client that was
+not let in yet is a *stranger*, and does not count. All unfinished exchanges together are at most MAX_EXCHANGES, or as
+many as file descriptors allow. Further clients wait in the kernel's queue, until an exchange ends. The acceptor itself
+ends exchanges of idle strangers: they were accepted more than GRACE seconds ago, and either have sent nothing that we
+have not read, or wait for ``admit=``.
 
 Which strangers lose their place. A stranger is *answered* once its first message has arrived and is right: the preamble
 or, with TLS, the ClientHello. Strangers are ranked: those that are not answered come before those that are, then those
@@ -34,6 +35,7 @@ from itertools import islice
 import trio
 
 from .._link import Link, Options
+from .._peer_info import Admit, PeerInfo
 from .._rules.wire import ProtocolError, RefusalCode
 from .._util.contained import contained, report
 from .._util.handles import warn_resource
@@ -44,6 +46,7 @@ from ..ucp import Worker
 from ..ucp._internal_api import UCXError, Waiters, descriptors
 from .control_stream import (
     ControlStream,
+    identify,
     local_address,
     peer_credentials,
     remote_address,
@@ -51,6 +54,7 @@ from .control_stream import (
     source_of,
 )
 from .exchange import (
+    AdmitFailed,
     Again,
     Draining,
     Event,
@@ -58,7 +62,6 @@ from .exchange import (
     ExchangeState,
     NoRoom,
     Opened,
-    ProtectedMode,
     Refusal,
     Refused,
     Taken,
@@ -104,16 +107,17 @@ class RejectionLog:
         self._last: dict[str, float] = {}
         self._unlogged: dict[str, int] = {}
 
-    def log(self, kind: str, client: str, reason: object) -> None:
+    def log(self, kind: str, client: str, reason: object, cause: BaseException | None = None) -> None:
         now = time.monotonic()
         if now - self._last.get(kind, -LOG_INTERVAL) < LOG_INTERVAL:
             self._unlogged[kind] = self._unlogged.get(kind, 0) + 1
             return
-        level = logging.WARNING if kind in PROTECTED and kind not in self._last else logging.INFO
+        warns = kind in PROTECTED and kind not in self._last
+        level = logging.ERROR if cause is not None else logging.WARNING if warns else logging.INFO
         self._last[kind] = now
         more = self._unlogged.pop(kind, 0)
         others = f" (and {more} others since the last such line)" if more else ""
-        logger.log(level, "turned away %s: %s: %s%s", client, kind, reason, others)
+        logger.log(level, "turned away %s: %s: %s%s", client, kind, reason, others, exc_info=cause)
 
 
 TLS_CLIENT = "a TLS client, and this listener has no ssl_context"
@@ -142,6 +146,8 @@ class PendingClient:
         self.since = trio.current_time()
         self.scope = trio.CancelScope()
         self.is_let_in = False
+        #: Whether the program's ``admit=`` is deciding about it.
+        self.awaits_decision = False
         #: Whether it is one of those that ``backlog`` allows.
         self.has_place = False
 
@@ -157,8 +163,9 @@ class PendingClient:
 
     @property
     def is_idle(self) -> bool:
-        """True if it has had GRACE seconds, and we wait for it to send or to read."""
-        return trio.current_time() - self.since >= GRACE and (self.stream.is_sending or not self.stream.has_unread)
+        """True if it has had GRACE seconds, and we wait for it to send or to read, or for ``admit=``."""
+        waiting = self.awaits_decision or self.stream.is_sending or not self.stream.has_unread
+        return waiting and trio.current_time() - self.since >= GRACE
 
 
 class Acceptor:
@@ -302,6 +309,7 @@ class Acceptor:
         link: Link | None = None
         kind, reason = "the listener closed", "it was not accepted before"
         why, reason_for_peer = RefusalCode.DRAINING, ""
+        cause: BaseException | None = None
         answer = b""
         try:
             with client.scope, trio.move_on_after(self._timeout) as timeout:
@@ -312,6 +320,8 @@ class Acceptor:
                 reason = f"no connection within {self._timeout:.3g} seconds"
                 if client.is_let_in and not client.has_place:
                     why, kind = RefusalCode.FULL, "too many clients are waiting to be accepted"
+                elif client.awaits_decision:
+                    kind = "the listener's admit= function took too long"
                 elif client.has_sent:
                     reason += f" ({handshake.route})"
             elif client.scope.cancelled_caught and not self._ends:
@@ -325,7 +335,8 @@ class Acceptor:
             answer = NO_TLS if kind is TLS_CLIENT else b""
         except ProtocolError as error:
             why = error.why if isinstance(error, Refusal) else RefusalCode.NOT_ADMITTED
-            kind, reason = error.kind if isinstance(error, ProtectedMode) else "refused", str(error)
+            kind, reason = error.kind if isinstance(error, Refusal) else "refused", str(error)
+            cause = error.__cause__ if isinstance(error, AdmitFailed) else None
             exchange.refuse(reason, why)
         except ssl.SSLError as error:
             kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
@@ -357,7 +368,7 @@ class Acceptor:
                 if exchange.state is not ExchangeState.PREAMBLE:  # it speaks our protocol
                     contained(exchange.refuse, reason_for_peer, why)
                 contained(client.stream.close, answer + exchange.data_to_send())
-                self._rejections.log(kind, client.label, reason)
+                self._rejections.log(kind, client.label, reason, cause)
             if client.has_place:
                 self._give_up_place()
 
@@ -376,6 +387,11 @@ class Acceptor:
         opened = await handshake.next_event(stream, exchange)
         if not isinstance(opened, Opened):
             raise _gave_up(opened)
+        if options.admit is not None:
+            await stream.send_all(exchange.data_to_send())  # the client counts as answered
+            client.awaits_decision = True
+            await _check_admitted(options.admit, identify(stream.socket, stream.tls, opened.peer, handshake.remote))
+            client.awaits_decision = False
         client.is_let_in = True
         if self.draining:
             raise Draining
@@ -499,6 +515,22 @@ class Acceptor:
             self._ready.popleft().abort()
         self.on_settled()
         self._acceptors.fail(trio.ClosedResourceError("this listener was closed"))
+
+
+async def _check_admitted(admit: Admit, peer: PeerInfo) -> None:
+    """Refuses a client that the program does not let in.
+
+    Raises:
+        Refusal: with the reason for the client.
+    """
+    try:
+        admitted = await admit(peer)
+        if not isinstance(admitted, bool):
+            raise TypeError(f"admit= must return True or False, not {admitted!r}")
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # none may end the run
+        raise AdmitFailed from error
+    if not admitted:
+        raise Refusal("the listener's admit= function does not let this client in")
 
 
 def _gave_up(event: Event) -> OSError:

@@ -6,8 +6,9 @@ import ipaddress
 import socket
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from typing import Any
 
-from .._util.socket_addresses import SocketAddress, family_of, split_address
+from .._util.socket_addresses import SocketAddress, check_host, check_port, family_of, split_address
 from .._util.socket_addresses import format_address as _format
 from .unix import PREFIX, unix_path
 
@@ -19,8 +20,8 @@ _WILDCARDS = {"0.0.0.0": ("127.0.0.1", "192.0.2.1"), "::": ("::1", "2001:db8::1"
 def parse_address(address: SocketAddress) -> tuple[str, int]:
     """Splits an address: ``"10.0.0.5:13337"`` becomes ``("10.0.0.5", 13337)``.
 
-    Looks nothing up: a host stays a name. :attr:`Listener.address` is such a pair, and :func:`connect` takes one;
-    :func:`open_ucx_stream` and (as ``port`` and ``host=``) :func:`serve_ucx` take its parts.
+    Looks nothing up: a host stays a name. :attr:`Listener.address` is such a pair; :func:`connect` and
+    :func:`serve_ucx` take one, and :func:`open_ucx_stream` takes its parts.
 
     Args:
         address: ``"host:port"``, ``"[v6]:port"``, ``"unix:/path"``, or a pair, which is checked and returned.
@@ -48,6 +49,40 @@ def format_address(address: tuple[str, int]) -> str:
     if isinstance(address, str):
         raise TypeError(f"the address must be a pair (host, port), not the str {address!r}")
     return _format(parse_address(address))
+
+
+def addresses_in(address: SocketAddress | Sequence[SocketAddress]) -> list[SocketAddress]:
+    """Returns the items of a sequence of addresses, or a list with the one address that it is.
+
+    Pairs are one address: ``("host", 5)``, ``["host", 5]``, and ``("host", "5")``, which :func:`split_address` refuses.
+
+    Raises:
+        ValueError: the sequence is empty.
+    """
+    given: Any = address
+    may_be_several = isinstance(given, Sequence) and not isinstance(given, str)
+    if not may_be_several or not all(isinstance(item, (str, tuple, list)) for item in given):
+        return [given]
+    if isinstance(given, tuple) and all(isinstance(item, str) and ":" not in item for item in given):
+        return [given]
+    if not given:
+        raise ValueError("the list of addresses is empty: name at least one")
+    return list(given)
+
+
+def listening_address(port: int | SocketAddress, host: str | None) -> tuple[str | None, int]:
+    """Returns the host and port of a listener, which are arguments of their own, or together the first one.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; or the host is given twice.
+    """
+    if isinstance(port, (tuple, list)) or (isinstance(port, str) and ":" in port):
+        if host is not None:
+            raise ValueError(f"the address {port!r} names the host already: leave out host={host!r}")
+        return parse_address(port)
+    if isinstance(port, str):
+        raise TypeError(f"the port must be an integer, or an address such as 'host:port', not the str {port!r}")
+    return None if host is None else check_host(host), check_port(port)
 
 
 def reachable_address(listening: Sequence[tuple[str, int]], own: Collection[str]) -> tuple[str, int]:

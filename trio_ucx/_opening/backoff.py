@@ -45,7 +45,8 @@ class Backoff:
 
     It tries again while no listener is there yet, the server drains or is full, the host cannot be reached, or an
     attempt took longer than ``connect_timeout``. It gives up at once where another attempt cannot help:
-    :class:`NotAdmitted`, :class:`NotTrioUCX`, an unknown host, a wrong argument, too few file descriptors.
+    :class:`NotAdmitted`, :class:`NotTrioUCX`, an unknown host, a wrong argument, too few file descriptors. Of several
+    addresses it tries all again while that can help at one of them.
 
     Args:
         first: seconds to wait before the second attempt.

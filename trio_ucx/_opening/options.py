@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import ssl
 from typing import Literal, TypedDict
 
 from .._handshake.handshake import ExchangeOptions
 from .._handshake.peer_description import SharedMemory
 from .._link import Options
+from .._peer_info import Admit
 from .._rules.wire import MAX_WINDOW, MIN_WINDOW
 from .._util.arguments import check_integer, check_timeout
 from ..ucp import Worker
+from .authkey import check_authkey
 from .backoff import Backoff
 
 #: Seconds of silence after which the kernel asks whether the peer's host is still there.
 KEEPALIVE_INTERVAL = 20.0
-#: The shortest authkey, in bytes: a client may try some 300,000 keys a second.
-MIN_AUTHKEY = 16
 
 
 class ConnectionOptions(TypedDict, total=False):
@@ -47,6 +48,7 @@ class ListenerOptions(ConnectionOptions, total=False):
 
     backlog: int | None
     allow_anyone: bool
+    admit: Admit | None
 
 
 def check_options(close_timeout: float, window: int, max_message_size: int) -> Options:
@@ -66,6 +68,7 @@ def check_exchange_options(
     *,
     isolate: bool = False,
     allow_anyone: bool = False,
+    admit: Admit | None = None,
 ) -> ExchangeOptions:
     wishes = {"auto": SharedMemory.AUTO, True: SharedMemory.ALWAYS, False: SharedMemory.NEVER}
     if not isinstance(shared_memory, (str, bool)) or shared_memory not in wishes:
@@ -78,23 +81,14 @@ def check_exchange_options(
     for name, flag in (("isolate", isolate), ("allow_anyone", allow_anyone)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool, not {type(flag).__name__}")
+    if admit is not None and (
+        not callable(admit) or (inspect.isroutine(admit) and not inspect.iscoroutinefunction(admit))
+    ):
+        raise TypeError(f"admit must be an async function that takes a trio_ucx.PeerInfo, not {admit!r}")
     interval = check_timeout(keepalive_interval, "keepalive_interval")
     return ExchangeOptions(
-        wishes[shared_memory], interval, authkey, ssl_context, server_hostname, isolate, allow_anyone
+        wishes[shared_memory], interval, authkey, ssl_context, server_hostname, isolate, allow_anyone, admit
     )
-
-
-def check_authkey(authkey: bytes | None) -> bytes | None:
-    if authkey is None:
-        return None
-    if not isinstance(authkey, (bytes, bytearray)):
-        raise TypeError(f"authkey must be bytes, not {type(authkey).__name__}")
-    if len(authkey) < MIN_AUTHKEY:
-        raise ValueError(
-            f"authkey has {len(authkey)} bytes, but needs at least {MIN_AUTHKEY}, because shorter keys can be guessed. "
-            "Make one with secrets.token_bytes(32), for instance, and give it to both sides"
-        )
-    return bytes(authkey)
 
 
 def check_worker(worker: Worker | None) -> Worker | None:

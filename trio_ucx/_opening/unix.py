@@ -19,7 +19,7 @@ def unix_path(address: object) -> str | None:
     """Returns the path of ``"unix:/path"`` or ``("unix:/path", 0)``; None for addresses of other kinds.
 
     Raises:
-        ValueError: the path is missing or contains a null character; or there is a port.
+        ValueError: the path is missing, begins with ``//``, or contains a null character; or there is a port.
     """
     port: object = 0
     if isinstance(address, (tuple, list)) and len(address) == 2:
@@ -29,6 +29,9 @@ def unix_path(address: object) -> str | None:
     path = address[len(PREFIX) :]
     if port != 0:
         raise ValueError(f"a Unix socket has no port: {port!r}")
+    if path.startswith("//"):
+        meant = f"{PREFIX}/{path.lstrip('/')}"
+        raise ValueError(f"{address!r} has a scheme, which is no part of an address: write {meant!r}")
     if not path or "\0" in path:
         raise ValueError(f"{address!r} is not an address: write 'unix:/path/of/the/socket'")
     return path

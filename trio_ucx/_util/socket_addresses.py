@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 
 import attrs
@@ -47,6 +48,27 @@ def check_port(port: int) -> int:
     return check_integer(port, "the port", 0, 65535)
 
 
+def check_host(host: str) -> str:
+    """Refuses what is no host. Looks no name up."""
+    if not isinstance(host, str):
+        raise TypeError(f"the host must be a str, not {type(host).__name__}")
+    _refuse_scheme(host)
+    return host
+
+
+def _refuse_scheme(text: str, missing: str = "") -> None:
+    """Refuses ``"tcp://host:port"`` and the like, and says what to write.
+
+    Args:
+        missing: what must follow the host if no port does.
+    """
+    _, scheme, rest = text.partition("://")
+    if scheme:
+        meant = rest.partition("/")[0] or "host"
+        meant += "" if re.search(r":\d+$", meant) else missing
+        raise ValueError(f"{text!r} has a scheme, which is no part of an address: write {meant!r}")
+
+
 def split_address(address: SocketAddress, *, other: str = "a WorkerAddress") -> tuple[str, int]:
     """``"host:port"``, ``"[v6]:port"`` or ``(host, port)`` as ``(host, port)``.
 
@@ -61,18 +83,15 @@ def split_address(address: SocketAddress, *, other: str = "a WorkerAddress") -> 
         if len(address) not in (2, 4):
             raise ValueError(f"an address is a pair (host, port), not {address!r}")
         host, port = address[0], address[1]
-        if not isinstance(host, str):
-            raise TypeError(f"the host must be a str, not {type(host).__name__}")
-        return host, check_port(port)
+        return check_host(host), check_port(port)
     if not isinstance(address, str):
         raise TypeError(
             f"an address is 'host:port', '[v6]:port', (host, port) or {other}, not {type(address).__name__}"
         )
+    _refuse_scheme(address, ":port")
     host, colon, text = address.rpartition(":")
     problem = "" if host and text.isascii() and text.isdecimal() else "is not an address"
-    if "://" in address:
-        problem = "has a scheme, which is no part of an address"
-    elif not colon or address.endswith("]"):
+    if not colon or address.endswith("]"):
         problem = "has no port"
     elif host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

@@ -10,7 +10,8 @@ from typing import Any, Literal, Unpack
 import trio
 
 from .. import ConnectionOptions, open_ucx_listeners
-from .._opening.options import check_authkey, check_worker
+from .._opening.authkey import check_authkey
+from .._opening.options import check_worker
 from .._util.arguments import check_in_trio, check_timeout
 from .._util.contained import report
 from .._util.interrupts import protected_asynccontextmanager
@@ -62,7 +63,7 @@ async def join(
             under its number. The loss of rank 0 ends the group in both cases. It must be the same for all ranks.
         worker: the worker for the connections; by default the run's shared one.
         options: of the connections; see :func:`trio_ucx.connect`. ``authkey`` must be the same for all ranks; without
-            it, ``TRIO_UCX_AUTHKEY`` or the file ``TRIO_UCX_AUTHKEY_FILE``; if they meet by a file or by MPI, rank 0
+            it, the one that :func:`trio_ucx.authkey` finds; if they meet by a file or by MPI, rank 0
             makes one.
 
     Cancellation: a cancelled join has no effect on the others, which go on waiting for this rank. A cancelled block is

@@ -7,17 +7,14 @@ a pod.
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Callable, Mapping
 
 import attrs
 
-from .._opening.options import check_authkey
+from .._opening.authkey import check_authkey, find_authkey
 from .._util.arguments import check_integer
-from .._util.text import printable
 from ._launchers import LAUNCHERS, Machine, recognise
-from ._variables import AUTHKEY, AUTHKEY_FILE, MAX_SIZE, MEETING, RANK, SIZE, Found, Meeting, Variables, parse_meeting
+from ._variables import MAX_SIZE, MEETING, RANK, SIZE, Found, Meeting, Variables, parse_meeting
 
 #: What overrides a launcher, as :attr:`Found.name` says it.
 _OWN_NAMES = frozenset({RANK, SIZE, MEETING, "the argument rank", "the argument size", "the argument meeting"})
@@ -66,7 +63,7 @@ def find_place(
         environment: usually ``os.environ``.
         rank, size: instead of what the environment says.
         meeting: ``"host:port"``, where rank 0 listens; ``"file:///path"``, which all ranks can read; or ``"mpi"``.
-        authkey: instead of ``TRIO_UCX_AUTHKEY`` or ``TRIO_UCX_AUTHKEY_FILE``.
+        authkey: instead of the one that :func:`trio_ucx.authkey` finds.
 
     Raises:
         RuntimeError: the environment does not say enough.
@@ -94,7 +91,7 @@ def find_place(
         rank=found_rank.value,
         size=found_size.value,
         meeting=found_meeting.value,
-        authkey=_find_authkey(variables, authkey),
+        authkey=find_authkey(environment) if authkey is None else check_authkey(authkey),
         source=f"{launcher.name} ({', '.join(names)})" if launcher is not None and any(foreign) else ", ".join(names),
         hosts=launcher.hosts(found_size.value) if launcher is not None and foreign[0] and foreign[1] else (),
     )
@@ -141,38 +138,3 @@ def _nothing_found(variables: Variables, what: str) -> RuntimeError:
         "with one of these launchers; or, on one machine, with python -m trio_ucx mesh --ranks 4 program.py; or call "
         "join(rank=, size=, meeting=)"
     )
-
-
-# ---- the key ----
-
-
-def _find_authkey(variables: Variables, argument: bytes | None) -> bytes | None:
-    if argument is not None:
-        return check_authkey(argument)
-    text = variables.environment.get(AUTHKEY)
-    path = variables.text(AUTHKEY_FILE)
-    if text is not None:
-        name, key = AUTHKEY, text.encode("utf-8", "surrogateescape")
-    elif path is not None:
-        name = f"{AUTHKEY_FILE}={printable(path)}"
-        key = _read_key_file(path, name)
-    else:
-        return None
-    try:
-        return check_authkey(key)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _read_key_file(path: str, name: str) -> bytes:
-    with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-        found = os.fstat(file.fileno())
-        mode = stat.S_IMODE(found.st_mode)
-        if not stat.S_ISREG(found.st_mode):
-            raise PermissionError(f"{name}: it is not a regular file")
-        if mode & 0o077:
-            raise PermissionError(f"{name}: other users can read or change this file (mode {mode:04o}): chmod 600 it")
-        key = file.read().strip()
-    if not key:
-        raise ValueError(f"{name}: the file is empty")
-    return key

@@ -17,7 +17,6 @@ from .._util.text import printable
 T = TypeVar("T")
 
 RANK, SIZE, MEETING = "TRIO_UCX_RANK", "TRIO_UCX_SIZE", "TRIO_UCX_MEETING"
-AUTHKEY, AUTHKEY_FILE = "TRIO_UCX_AUTHKEY", "TRIO_UCX_AUTHKEY_FILE"
 
 #: A number of ranks that is certainly a mistake, and would be an endless list of hosts.
 MAX_SIZE = 2**20
