@@ -13,7 +13,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
                      _link                              the rules of one connection, carried out over UCX
                      _arrays                            arrays as messages
                      _handshake                         how a connection begins: the control socket, authentication
-                     _opening                           addresses, options, attempts; the run's shared worker
+                     _opening                           addresses, options, attempts
                      _connection, _channels,            what the user holds
                        _listener, _server, _statistics
                      _open, _serve                      what the user calls

@@ -1,1 +1,1 @@
-"""What opening a connection or a listener takes: addresses, options, attempts, and the run's worker."""
+"""What opening a connection or a listener takes: addresses, options and attempts."""
