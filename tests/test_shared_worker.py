@@ -57,11 +57,12 @@ async def test_groups_use_it(tmp_path: Path) -> None:
         async with mesh.join(rank=rank, size=2, meeting=f"file://{tmp_path}/meeting") as group:
             await group.barrier()
 
-    async with ucp.open_worker(shared=True):
+    async with ucp.open_worker(shared=True) as worker:
         with trio.fail_after(30):
             async with trio.open_nursery() as nursery:
                 for rank in range(2):
                     nursery.start_soon(take_part, rank)
+        assert worker.statistics().connections.opened >= 2
 
 
 @pytest.mark.parametrize("leave", ["normally", "by an exception", "cancelled"])
@@ -101,6 +102,7 @@ async def test_isolated_connections_have_workers_like_it() -> None:
                 assert len({client.worker, server.worker, worker}) == 3
                 assert client.worker.context is server.worker.context is worker.context
                 assert client.worker.statistics().poll_limit == 0
+            assert worker.statistics().connections.opened == 2
 
 
 # ---- two at once ----

@@ -19,6 +19,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
                      _open, _serve                      what the user calls
                      _report                            what waits in this process, and why
                      anyio                              Connections for libraries written for anyio
+                     metrics                            figures for Prometheus
     mesh           groups of processes that a launcher has started
     _cli, testing  ``python -m trio_ucx``; helpers for tests
 """
@@ -45,7 +46,7 @@ from ._report import report, report_on_signal
 from ._report import report_as_environment_says as _report_as_environment_says
 from ._serve import open_ucx_listeners, serve_ucx
 from ._server import Server
-from ._statistics import ConnectionStatistics
+from ._statistics import ConnectionStatistics, ServerStatistics
 from ._util.handles import publish as _publish
 from ._version import __version__
 from .ucp._internal_api import Buffer, Error, MessageTooLong, UCXError, WritableBuffer
@@ -75,6 +76,7 @@ __all__ = [
     "Server",
     "ServerDraining",
     "ServerFull",
+    "ServerStatistics",
     "UCXError",
     "UnexpectedMessage",
     "WritableBuffer",

@@ -35,6 +35,7 @@ import trio
 
 from .._link import Link, Options
 from .._rules.wire import ProtocolError, RefusalCode
+from .._statistics import REFUSAL_REASONS
 from .._util.contained import contained, report
 from .._util.handles import warn_resource
 from .._util.limits import CAPACITY_ERRORS
@@ -186,7 +187,8 @@ class Acceptor:
         self.engine = worker._engine
         self.options = options
         self.accepted = 0
-        self.refused = 0
+        #: By reason: see ``ServerStatistics.refused``.
+        self.refused = Counter(dict.fromkeys(REFUSAL_REASONS, 0))
         self.closed = False
         #: Whether new clients are refused because the server shuts down.
         self.draining = False
@@ -301,7 +303,7 @@ class Acceptor:
         exchange = Exchange(is_client=False, software=SOFTWARE, authkey=self._exchange_options.authkey)
         link: Link | None = None
         kind, reason = "the listener closed", "it was not accepted before"
-        why, reason_for_peer = RefusalCode.DRAINING, ""
+        why, counted, reason_for_peer = RefusalCode.DRAINING, "", ""
         answer = b""
         try:
             with client.scope, trio.move_on_after(self._timeout) as timeout:
@@ -321,13 +323,14 @@ class Acceptor:
                     "its exchange was idle while others waited; try again",
                 )
         except UnknownProtocol as error:
-            kind, reason = other_protocol(error.first_bytes), str(error)
+            kind, reason, counted = other_protocol(error.first_bytes), str(error), "not_trio_ucx"
             answer = NO_TLS if kind is TLS_CLIENT else b""
         except ProtocolError as error:
             why = error.why if isinstance(error, Refusal) else RefusalCode.NOT_ADMITTED
             kind, reason = error.kind if isinstance(error, ProtectedMode) else "refused", str(error)
             exchange.refuse(reason, why)
         except ssl.SSLError as error:
+            why = RefusalCode.NOT_ADMITTED
             kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
         except NeedsAnotherWorker as error:
             kind, reason = AGAIN, str(error)
@@ -337,9 +340,9 @@ class Acceptor:
                 ("it left during the exchange" if client.has_sent else "it left without sending anything"),
                 str(error),
             )
-            why = (
-                RefusalCode.FULL if isinstance(error, OSError) and error.errno in CAPACITY_ERRORS else RefusalCode.OTHER
-            )
+            number = error.errno if isinstance(error, OSError) else None
+            why = RefusalCode.FULL if number in CAPACITY_ERRORS else RefusalCode.OTHER
+            counted = "not_admitted" if isinstance(error, RefusedByClient) else ""
             reason_for_peer = getattr(error, "strerror", None) or reason
         except Exception as error:
             logger.exception("the exchange with %s failed", client.label)
@@ -351,7 +354,7 @@ class Acceptor:
                 if not contained(self._connected, link):
                     contained(link.abort)
             else:
-                self.refused += kind != AGAIN
+                self.refused[counted or why.name.lower()] += kind != AGAIN
                 reason_for_peer = reason_for_peer or f"{kind}: {reason}"
                 contained(handshake.close, Refused(reason_for_peer, why) if link is None else None)
                 if exchange.state is not ExchangeState.PREAMBLE:  # it speaks our protocol
@@ -501,8 +504,14 @@ class Acceptor:
         self._acceptors.fail(trio.ClosedResourceError("this listener was closed"))
 
 
+class RefusedByClient(ConnectionAbortedError):
+    """The client does not admit this side: the keys differ, say, and it has noticed first."""
+
+
 def _gave_up(event: Event) -> OSError:
     """Returns the error for a client that sent this instead of going on."""
+    if isinstance(event, Refused) and event.why is RefusalCode.NOT_ADMITTED:
+        return RefusedByClient(errno.ECONNABORTED, f"it gave up: {event.reason}")
     if isinstance(event, Refused):
         return ConnectionAbortedError(errno.ECONNABORTED, f"it gave up: {event.reason}")
     return ConnectionAbortedError(errno.ECONNABORTED, "it gave up the connection")

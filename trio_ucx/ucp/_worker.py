@@ -73,6 +73,8 @@ class Worker(metaclass=OpenedNotConstructed):
     #: Workers that have one Connection each (``isolate=True``).
     _isolated: dict[int, Worker] = attrs.field(factory=dict)
     _waiting_options: dict[str, float] = attrs.field(factory=dict)
+    #: The name that the program gave it.
+    _name: str = ""
 
     @classmethod
     def _open(
@@ -109,6 +111,7 @@ class Worker(metaclass=OpenedNotConstructed):
             raise
         worker = cls._create(context, engine)
         worker._waiting_options = {"spin": spin, "yield_interval": yield_interval}
+        worker._name = name or ""
         if owned:
             engine.teardown.on_closed = context._close
         return worker
@@ -218,11 +221,16 @@ class Worker(metaclass=OpenedNotConstructed):
         return self._engine.identity.attributes
 
     def statistics(self) -> WorkerStatistics:
-        """Returns what it has in flight, and how it has been progressing; after its close, as of then.
+        """Returns what it has in flight, how it has been progressing, and sums over its Connections.
 
-        Raises: nothing, also after the close.
+        Any thread may call it.
+
+        Raises: nothing, also after the close, when it returns the last figures.
         """
-        return self._engine.statistics()
+        statistics = self._engine.statistics()
+        if self._connections is None:
+            return statistics
+        return attrs.evolve(statistics, connections=self._connections.totals.read())
 
     # ---- endpoints and listeners ----
 
