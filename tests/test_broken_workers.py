@@ -19,7 +19,6 @@ from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._opening.run_worker import shared_worker
 from trio_ucx.testing import internals
 
 #: Seconds in which every waiting task must be told.
@@ -205,7 +204,7 @@ async def test_closes_of_connections(transports: str, how: str, monkeypatch: pyt
 
 
 async def test_another_shared_worker_takes_the_place_of_a_broken_one() -> None:
-    broken = shared_worker()
+    broken = ucp.Worker._shared()
     break_worker(broken)
     async with open_listener() as listener, trio_ucx.connect(listener.address) as client, await listener.accept():
         assert client.worker is listener.worker is not broken

@@ -214,6 +214,7 @@ async def use_open_peer_process(stage: Stage) -> None:
 async def use_open_worker(stage: Stage) -> None:
     await enter_and_exit(ucp.open_worker)
     await enter_and_exit(partial(ucp.open_worker, name="named", client_id=1, keepalive_interval=1))
+    await enter_and_exit(partial(ucp.open_worker, shared=True))
 
 
 @calls("Worker.open_endpoint")

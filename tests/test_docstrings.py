@@ -35,9 +35,11 @@ from trio_ucx import mesh, testing, ucp
 from trio_ucx.ucp import blocks, chains
 
 anyio = pytest.importorskip("anyio")
+pytest.importorskip("prometheus_client")
 import trio_ucx.anyio  # noqa: E402
+from trio_ucx import metrics  # noqa: E402
 
-MODULES: list[ModuleType] = [trio_ucx, ucp, blocks, chains, mesh, testing, trio_ucx.anyio]
+MODULES: list[ModuleType] = [trio_ucx, ucp, blocks, chains, mesh, testing, trio_ucx.anyio, metrics]
 
 ASYNC_METHODS = ("__aenter__", "__aexit__", "__anext__", "__await__")
 REFERENCE = re.compile(r":(?:meth|func|class|exc|attr):`([\w.]+)`")

@@ -53,7 +53,7 @@ COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepco
 #: The modules of a folder, lowest first.
 ORDER = {
     "_rules": ["wire", "life", "tag_queue", "credit", "batch", "byte_stream", "__init__"],
-    "_opening": ["unix", "addresses", "backoff", "authkey", "options", "run_worker", "__init__"],
+    "_opening": ["unix", "addresses", "backoff", "authkey", "options", "__init__"],
     "_link": [
         "message_port",
         "buffers",

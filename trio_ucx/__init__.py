@@ -13,12 +13,13 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
                      _link                              the rules of one connection, carried out over UCX
                      _arrays                            arrays as messages
                      _handshake                         how a connection begins: the control socket, authentication
-                     _opening                           addresses, keys, options, attempts; the run's shared worker
+                     _opening                           addresses, keys, options, attempts
                      _connection, _channels,            what the user holds
                        _listener, _server, _statistics
                      _open, _serve                      what the user calls
                      _report                            what waits in this process, and why
                      anyio                              Connections for libraries written for anyio
+                     metrics                            figures for Prometheus
     mesh           groups of processes that a launcher has started
     _cli, testing  ``python -m trio_ucx``; helpers for tests
 """
@@ -46,7 +47,7 @@ from ._report import report, report_on_signal
 from ._report import report_as_environment_says as _report_as_environment_says
 from ._serve import open_ucx_listeners, serve_ucx
 from ._server import Server
-from ._statistics import ConnectionStatistics
+from ._statistics import ConnectionStatistics, ServerStatistics
 from ._util.handles import publish as _publish
 from ._version import __version__
 from .ucp._internal_api import Buffer, Error, MessageTooLong, UCXError, WritableBuffer
@@ -76,6 +77,7 @@ __all__ = [
     "Server",
     "ServerDraining",
     "ServerFull",
+    "ServerStatistics",
     "UCXError",
     "UnexpectedMessage",
     "WritableBuffer",

@@ -14,13 +14,13 @@ from .ucp import Worker
 
 @attrs.frozen
 class ListenerStatistics:
-    """Statistics of a :class:`Listener`.
+    """Statistics of a :class:`Listener`. Counters only grow; gauges go up and down.
 
     Attributes:
-        handshaking: clients whose handshake is not finished.
-        waiting: connections that wait to be accepted.
-        accepted: connections that were accepted.
-        refused: clients that were turned away, or left before they were connected.
+        handshaking: gauge: clients whose handshake is not finished.
+        waiting: gauge: connections that wait to be accepted.
+        accepted: counter: connections that were accepted.
+        refused: counter: clients that were turned away, or left before they were connected.
     """
 
     handshaking: int
@@ -53,7 +53,7 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
         Raises: nothing, also after the close.
         """
         acceptor = self._acceptor
-        return ListenerStatistics(acceptor.handshaking, acceptor.waiting, acceptor.accepted, acceptor.refused)
+        return ListenerStatistics(acceptor.handshaking, acceptor.waiting, acceptor.accepted, acceptor.refused.total())
 
     @enable_ki_protection
     async def accept(self) -> Connection:

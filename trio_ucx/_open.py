@@ -26,7 +26,6 @@ from ._link import Options
 from ._opening.addresses import addresses_in
 from ._opening.backoff import Backoff, is_temporary
 from ._opening.options import KEEPALIVE_INTERVAL, ConnectOptions, check_exchange_options, check_options, check_worker
-from ._opening.run_worker import shared_worker
 from ._opening.unix import unix_path
 from ._util.arguments import check_in_trio, check_timeout
 from ._util.handles import OpenedNotConstructed
@@ -212,7 +211,7 @@ async def _open_one(destination: _Destination, exchange_options: ExchangeOptions
     await trio.lowlevel.checkpoint_if_cancelled()
     check_worker(destination.worker)
     descriptors.require(descriptors.CONNECTION, f"connecting to {destination.label}")
-    registry = WorkerConnections.of(destination.worker or shared_worker())
+    registry = WorkerConnections.of(destination.worker or Worker._shared())
     tls = exchange_options.ssl_context
     if tls is not None and exchange_options.server_hostname is None and not isinstance(destination.address, str):
         exchange_options = attrs.evolve(exchange_options, server_hostname=destination.address[0])

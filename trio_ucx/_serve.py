@@ -16,7 +16,6 @@ from ._handshake.server import Acceptor
 from ._listener import Listener
 from ._opening.addresses import listening_address
 from ._opening.options import KEEPALIVE_INTERVAL, ListenerOptions, check_exchange_options, check_options, check_worker
-from ._opening.run_worker import shared_worker
 from ._opening.unix import open_unix_listener, unix_path
 from ._peer_info import Admit
 from ._server import Handler, OnHandlerError, Server
@@ -109,7 +108,7 @@ async def open_ucx_listeners(
     listeners: list[Listener] = []
     try:
         check_worker(worker)  # it may have closed meanwhile
-        target = worker or shared_worker()
+        target = worker or Worker._shared()
         for control, on_close in sockets:
             acceptor = Acceptor(target, control, exchange_options, options, timeout, backlog, on_close)
             listeners.append(Listener._create(acceptor))

@@ -19,6 +19,7 @@ from ._errors import PeerClosed
 from ._listener import Listener
 from ._opening.addresses import reachable_address
 from ._report.frames import innermost_place
+from ._statistics import REFUSAL_REASONS, ServerStatistics, Totals
 from ._util.arguments import check_timeout
 from ._util.handles import OpenedNotConstructed
 from .ucp._internal_api import separate
@@ -51,6 +52,9 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
     _changed: trio.lowlevel.ParkingLot = attrs.field(factory=trio.lowlevel.ParkingLot, init=False)
     #: Listeners that accept, and handlers that run.
     _running: int = attrs.field(default=0, init=False)
+    _totals: Totals = attrs.field(factory=Totals, init=False)
+    _drains: int = attrs.field(default=0, init=False)
+    _cancelled: int = attrs.field(default=0, init=False)
     #: Waits for signals; cancelled when nothing runs any more.
     _signals: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
 
@@ -72,6 +76,24 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
     def connections(self) -> tuple[Connection, ...]:
         """The connections whose handlers run."""
         return tuple(self._handlers)
+
+    def statistics(self) -> ServerStatistics:
+        """Returns sums over its connections, ended ones included, and how many clients are in which state.
+
+        Any thread may call it.
+
+        Raises: nothing, also after its end.
+        """
+        acceptors = [listener._acceptor for listener in self._listeners]
+        return ServerStatistics(
+            connections=self._totals.read(),
+            handlers=len(self._handlers),
+            handshaking=sum(acceptor.handshaking for acceptor in acceptors),
+            waiting=sum(acceptor.waiting for acceptor in acceptors),
+            refused={reason: sum(acceptor.refused[reason] for acceptor in acceptors) for reason in REFUSAL_REASONS},
+            drains=self._drains,
+            handlers_cancelled=self._cancelled,
+        )
 
     @overload
     def __getitem__(self, index: int) -> Listener: ...
@@ -116,6 +138,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
         deadline = trio.current_time() + check_timeout(timeout, "timeout")
         await trio.lowlevel.checkpoint_if_cancelled()
         self._draining = True
+        self._drains += 1
         for listener in self._listeners:
             listener._acceptor.drain()
         for connection in list(self._handlers):
@@ -176,6 +199,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
     # ---- serving ----
 
     def _start(self, nursery: trio.Nursery, handlers: trio.Nursery, drain_on_signal: float | None) -> None:
+        servers.add(self)
         for listener in self._listeners:
             listener._acceptor.on_settled = self._changed.unpark_all
             self._running += 1
@@ -196,6 +220,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
 
     def _begin(self, connection: Connection, handlers: trio.Nursery) -> None:
         self._running += 1
+        self._totals.add(connection._link)
         self._handlers[connection] = trio.CancelScope(deadline=self._deadline)
         if self._draining:
             connection._link.receiving.drain()
@@ -213,6 +238,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
             with self._handlers[connection] as scope:
                 await self._handle(connection)
             if scope.cancelled_caught:
+                self._cancelled += connection in self._handlers
                 connection.abort()  # it may be closing in the background
         finally:
             self._forget(connection)
@@ -226,6 +252,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
         """A listener has ended, or a handler, whose connection is closed."""
         self._running -= 1
         if not self._running:
+            servers.discard(self)
             self._signals.cancel()
         self._look()
 
@@ -266,6 +293,10 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
         else:
             _call_user(self._on_error, connection, error)
         return True
+
+
+#: The servers that serve, in all threads. Iterate over a copy: other threads change it.
+servers: set[Server] = set()
 
 
 # ---- the user's code: KeyboardInterrupt may be raised anywhere in it ----

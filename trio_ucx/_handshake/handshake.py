@@ -219,7 +219,7 @@ class Handshake:
         owner = self.registry.worker
         worker = owner._open_isolated()
         self._close_own_worker = lambda: owner._close_isolated(worker)
-        self.registry = WorkerConnections.of(worker)
+        self.registry = WorkerConnections.of(worker, self.registry)
 
     def describe(self, shared_memory: SharedMemory) -> PeerDescription:
         """Returns the peer description that this side sends. From now on, messages for the connection come here."""
@@ -455,6 +455,7 @@ class Handshake:
         link.share.endpoint.mark_proven()
         control.exchange.mark_opened()
         link.peer_info = control.identify(self.peer, self.remote)
+        self.registry.totals.add(link)
         closing = link.closing
         closing.control_socket = control
         closing.on_closed = self._close_own_worker

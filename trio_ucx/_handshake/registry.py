@@ -6,10 +6,13 @@ data ports and shared-memory queue must work, and it must be able to make an end
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
+from functools import partial
 
 from .._link import Options
 from .._rules import wire
+from .._statistics import Totals
 from .._util.process import host_name
 from .._version import SOFTWARE
 from ..ucp import Feature, Worker
@@ -18,11 +21,20 @@ from .control_sockets import ControlSockets
 from .control_stream import Address
 from .peer_description import PeerDescription, SharedMemory
 
+#: The workers that have Connections, in all threads, without those that were opened for another one. By name; workers
+#: without a name, or with one that is taken, have a number. Iterate over a copy: other threads change it.
+named_workers: dict[str, Worker] = {}
+_numbers = itertools.count(1)
+
 
 class WorkerConnections:
-    """A worker's control sockets, and its successors."""
+    """A worker's control sockets, its successors, and the sums over its Connections.
 
-    def __init__(self, worker: Worker) -> None:
+    Args:
+        parent: of the worker for which this one was opened.
+    """
+
+    def __init__(self, worker: Worker, parent: WorkerConnections | None = None) -> None:
         if not worker.context.features & Feature.TAG:
             raise ValueError(
                 f"Connections need a worker whose context has the feature TAG; this one has {worker.context.features!r}"
@@ -51,6 +63,19 @@ class WorkerConnections:
         self.control = ControlSockets(self.engine)
         self.engine.teardown.at_end[self.engine.next_id()] = self.control.close
         self.engine.tag_dispatch.claim()
+        self.totals: Totals = Totals() if parent is None else parent.totals
+        if parent is None:
+            self._list()
+
+    def _list(self) -> None:
+        name = self.worker._name
+        if not name or name in named_workers:
+            name = f"{name or 'worker'} {next(_numbers)}"
+        named_workers[name] = self.worker
+        self.engine.teardown.at_end[self.engine.next_id()] = partial(self._unlist, name)
+
+    def _unlist(self, name: str) -> None:
+        del named_workers[name]
 
     def for_new_connection(self, tried: Collection[WorkerConnections] = ()) -> WorkerConnections:
         """The registry for a new connection: this one, the newest successor's, or that of a new one.
@@ -67,15 +92,15 @@ class WorkerConnections:
         for worker in (self.worker, *list(self.worker._successors.values())[-1:]):
             engine = worker._engine
             if not engine.receive_queue.stopped and not engine.key_gate.lost and not engine.endpoints_by_worker.is_full:
-                registry = WorkerConnections.of(worker)
+                registry = WorkerConnections.of(worker, self)
                 if registry not in tried:
                     return registry
-        return WorkerConnections.of(self.worker._open_successor())
+        return WorkerConnections.of(self.worker._open_successor(), self)
 
     @classmethod
-    def of(cls, worker: Worker) -> WorkerConnections:
+    def of(cls, worker: Worker, parent: WorkerConnections | None = None) -> WorkerConnections:
         if worker._connections is None:
-            worker._connections = cls(worker)
+            worker._connections = cls(worker, parent)
         registry: WorkerConnections = worker._connections
         return registry
 

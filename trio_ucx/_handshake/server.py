@@ -37,6 +37,7 @@ import trio
 from .._link import Link, Options
 from .._peer_info import Admit, PeerInfo
 from .._rules.wire import ProtocolError, RefusalCode
+from .._statistics import REFUSAL_REASONS
 from .._util.contained import contained, report
 from .._util.handles import warn_resource
 from .._util.limits import CAPACITY_ERRORS
@@ -193,7 +194,8 @@ class Acceptor:
         self.engine = worker._engine
         self.options = options
         self.accepted = 0
-        self.refused = 0
+        #: By reason: see ``ServerStatistics.refused``.
+        self.refused = Counter(dict.fromkeys(REFUSAL_REASONS, 0))
         self.closed = False
         #: Whether new clients are refused because the server shuts down.
         self.draining = False
@@ -308,7 +310,7 @@ class Acceptor:
         exchange = Exchange(is_client=False, software=SOFTWARE, authkey=self._exchange_options.authkey)
         link: Link | None = None
         kind, reason = "the listener closed", "it was not accepted before"
-        why, reason_for_peer = RefusalCode.DRAINING, ""
+        why, counted, reason_for_peer = RefusalCode.DRAINING, "", ""
         cause: BaseException | None = None
         answer = b""
         try:
@@ -331,7 +333,7 @@ class Acceptor:
                     "its exchange was idle while others waited; try again",
                 )
         except UnknownProtocol as error:
-            kind, reason = other_protocol(error.first_bytes), str(error)
+            kind, reason, counted = other_protocol(error.first_bytes), str(error), "not_trio_ucx"
             answer = NO_TLS if kind is TLS_CLIENT else b""
         except ProtocolError as error:
             why = error.why if isinstance(error, Refusal) else RefusalCode.NOT_ADMITTED
@@ -339,6 +341,7 @@ class Acceptor:
             cause = error.__cause__ if isinstance(error, AdmitFailed) else None
             exchange.refuse(reason, why)
         except ssl.SSLError as error:
+            why = RefusalCode.NOT_ADMITTED
             kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
         except NeedsAnotherWorker as error:
             kind, reason = AGAIN, str(error)
@@ -348,9 +351,9 @@ class Acceptor:
                 ("it left during the exchange" if client.has_sent else "it left without sending anything"),
                 str(error),
             )
-            why = (
-                RefusalCode.FULL if isinstance(error, OSError) and error.errno in CAPACITY_ERRORS else RefusalCode.OTHER
-            )
+            number = error.errno if isinstance(error, OSError) else None
+            why = RefusalCode.FULL if number in CAPACITY_ERRORS else RefusalCode.OTHER
+            counted = "not_admitted" if isinstance(error, RefusedByClient) else ""
             reason_for_peer = getattr(error, "strerror", None) or reason
         except Exception as error:
             logger.exception("the exchange with %s failed", client.label)
@@ -362,7 +365,7 @@ class Acceptor:
                 if not contained(self._connected, link):
                     contained(link.abort)
             else:
-                self.refused += kind != AGAIN
+                self.refused[counted or why.name.lower()] += kind != AGAIN
                 reason_for_peer = reason_for_peer or f"{kind}: {reason}"
                 contained(handshake.close, Refused(reason_for_peer, why) if link is None else None)
                 if exchange.state is not ExchangeState.PREAMBLE:  # it speaks our protocol
@@ -533,8 +536,14 @@ async def _check_admitted(admit: Admit, peer: PeerInfo) -> None:
         raise Refusal("the listener's admit= function does not let this client in")
 
 
+class RefusedByClient(ConnectionAbortedError):
+    """The client does not admit this side: the keys differ, say, and it has noticed first."""
+
+
 def _gave_up(event: Event) -> OSError:
     """Returns the error for a client that sent this instead of going on."""
+    if isinstance(event, Refused) and event.why is RefusalCode.NOT_ADMITTED:
+        return RefusedByClient(errno.ECONNABORTED, f"it gave up: {event.reason}")
     if isinstance(event, Refused):
         return ConnectionAbortedError(errno.ECONNABORTED, f"it gave up: {event.reason}")
     return ConnectionAbortedError(errno.ECONNABORTED, "it gave up the connection")

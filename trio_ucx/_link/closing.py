@@ -189,6 +189,8 @@ class Closing:
             self.close_now()
             self.engine.reap()
         else:
+            if error is None and not self.life.peer_stopped:
+                self.life.reason = self.life.reason or "unresponsive"
             self.abort()
         if undelivered and not reported:
             if self._sending.dropped:
@@ -200,7 +202,6 @@ class Closing:
             else:
                 limit = f"close_timeout, {self._timeout} seconds"
                 reason = f"the peer did not acknowledge within {limit}{waiting_for}"
-                self.life.reason = "unresponsive"
             self._failure = f"closing: what was sent may not have been delivered: {reason}"
             self.raise_failure()
 

@@ -17,6 +17,8 @@ from .._peer_info import PeerInfo
 from .._rules import wire
 from .._rules.life import Life
 from .._rules.tag_queue import Want
+from .._statistics import Totals
+from .._util.contained import contained
 from .._util.live_handles import live_handles
 from ..ucp import Worker
 from ..ucp._internal_api import Buffer, CloseState, WritableBuffer, completed, is_short
@@ -62,6 +64,7 @@ class Link:
         pings, pongs: the number of the last PING that was sent, and of the last PONG that has arrived.
         on_unclosed: called when the worker closes before the link; the Connection sets it, and warns.
         on_hello: called when HELLO arrives, until the connection is open.
+        totals: where it counts, once it is open.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Link:
         self.owner: Owner | None = None
         self.on_unclosed: Callable[[], None] | None = None
         self.on_hello: Callable[[], None] | None = None
+        self.totals: tuple[Totals, ...] = ()
         self.life = life = Life(share.ending)
         threshold = worker.context.rendezvous_threshold or 0
         self.sending = Sending(port, life, peer_window, threshold)
@@ -277,6 +281,20 @@ class Link:
         """True if no buffer of a cancelled send or receive belongs to the library."""
         return not self.receiving.detached_receives and self.share.operations.buffers_released()
 
+    def traffic(self) -> tuple[int, int, int, int]:
+        """Returns the messages and bytes that it has sent, and those that it has received."""
+        sending, receiving = self.sending, self.receiving
+        return sending.credit.sent, sending.bytes_sent, receiving.credit.received, receiving.bytes_received
+
+    def end_reason(self) -> str | None:
+        """Returns how it has ended, in the words of ``ConnectionTotals.ended``; None: it is open."""
+        if not self.life.closed:
+            return None
+        if self.life.graceful:
+            return "closed"
+        failed = self.ending.error is not None or self.engine.broken is not None
+        return self.life.reason or ("broken" if failed else "aborted_here")
+
     def unclosed(self) -> None:
         """The worker closes."""
         if self.on_unclosed is not None:
@@ -289,3 +307,5 @@ class Link:
         engine.teardown.children.pop(self.my_id, None)
         engine.tag_dispatch.remove(self.my_id)
         engine.tag_dispatch.forget_rendezvous(self.receiving.credit.threshold)
+        for totals in self.totals:
+            contained(totals.end, self)

@@ -1,1 +1,1 @@
-"""What opening a connection or a listener takes: addresses, keys, options, attempts, and the run's worker."""
+"""What opening a connection or a listener takes: addresses, keys, options, attempts."""

@@ -34,7 +34,7 @@ from ._attributes import ContextAttributes, Library, ThreadMode, WorkerAttribute
 from ._context import Context, open_context
 from ._endpoint import CloseMode, Endpoint, EndpointStatistics, Transport
 from ._endpoint_options import ErrorMode
-from ._engine.statistics import WorkerStatistics
+from ._engine.statistics import ConnectionTotals, WorkerStatistics
 from ._features import DEFAULT_FEATURES, Feature
 from ._listener import ConnectionRequest, RawListener
 from ._memory.foreign import DeviceBuffer, MemoryType
@@ -59,6 +59,7 @@ __all__ = [
     "AtomicOp",
     "CloseMode",
     "ConnectionRequest",
+    "ConnectionTotals",
     "Context",
     "DeviceBuffer",
     "ContextAttributes",

@@ -73,6 +73,8 @@ class Worker(metaclass=OpenedNotConstructed):
     #: Workers that have one Connection each (``isolate=True``).
     _isolated: dict[int, Worker] = attrs.field(factory=dict)
     _waiting_options: dict[str, float] = attrs.field(factory=dict)
+    #: The name that the program gave it.
+    _name: str = ""
 
     @classmethod
     def _open(
@@ -109,9 +111,33 @@ class Worker(metaclass=OpenedNotConstructed):
             raise
         worker = cls._create(context, engine)
         worker._waiting_options = {"spin": spin, "yield_interval": yield_interval}
+        worker._name = name or ""
         if owned:
             engine.teardown.on_closed = context._close
         return worker
+
+    @classmethod
+    def _shared(cls) -> Worker:
+        """Returns the run's shared worker, for all that is opened without ``worker=``.
+
+        Opens one if the program has opened none with ``shared=True``, and there is none yet that can be used.
+
+        Raises:
+            trio.ClosedResourceError, trio.BrokenResourceError: the program's own was closed, or broke.
+        """
+        worker, is_own = _shared_worker.get()
+        if worker is not None:
+            worker._engine.run.check("this run's worker")
+        if worker is not None and is_own:
+            worker._engine.check()
+        elif worker is None or not worker._is_usable:
+            worker = cls._open(None, None)
+            _shared_worker.set((worker, False))
+        return worker
+
+    @property
+    def _is_usable(self) -> bool:
+        return self._engine.handle is not None and self._engine.broken is None
 
     def _open_successor(self) -> Worker:
         """Another worker like this one, which is closed with it. Earlier ones that are idle are closed now."""
@@ -195,11 +221,16 @@ class Worker(metaclass=OpenedNotConstructed):
         return self._engine.identity.attributes
 
     def statistics(self) -> WorkerStatistics:
-        """Returns what it has in flight, and how it has been progressing; after its close, as of then.
+        """Returns what it has in flight, how it has been progressing, and sums over its Connections.
 
-        Raises: nothing, also after the close.
+        Any thread may call it.
+
+        Raises: nothing, also after the close, when it returns the last figures.
         """
-        return self._engine.statistics()
+        statistics = self._engine.statistics()
+        if self._connections is None:
+            return statistics
+        return attrs.evolve(statistics, connections=self._connections.totals.read())
 
     # ---- endpoints and listeners ----
 
@@ -606,6 +637,24 @@ class Worker(metaclass=OpenedNotConstructed):
         return f"<trio_ucx.ucp.Worker, {state}>"
 
 
+#: The run's shared worker, and whether the program has opened it itself.
+_shared_worker = trio.lowlevel.RunVar[tuple[Worker | None, bool]]("trio_ucx worker", (None, False))
+
+
+def _check_none_is_shared() -> None:
+    worker, is_own = _shared_worker.get()
+    if worker is not None and is_own:
+        raise RuntimeError(
+            "this Trio run has a shared worker already, which another open_worker(shared=True) has opened: leave that "
+            "block first, or open this worker without shared=True and pass it as worker="
+        )
+    if worker is not None and worker._is_usable:
+        raise RuntimeError(
+            "something was opened without worker= before, for which trio_ucx has opened this Trio run's shared worker: "
+            "enter open_worker(shared=True) before the first connect, listener, serve_ucx or mesh.join"
+        )
+
+
 @protected_asynccontextmanager
 async def open_worker(
     *,
@@ -618,6 +667,7 @@ async def open_worker(
     spin: float | None = None,
     yield_interval: float = 0.0,
     admit: Sequence[str] = (),
+    shared: bool = False,
 ) -> AsyncIterator[Worker]:
     """Opens a worker in the current Trio run (``ucp_worker_create``); an async context manager.
 
@@ -636,6 +686,8 @@ async def open_worker(
         yield_interval: seconds. An operation that need not wait lets other tasks run only if this has not been done for
             so long; it notices cancellation all the same. 0, the default, is Trio's rule: every operation does.
         admit: networks whose hosts need no key: see :meth:`Worker.admit`.
+        shared: makes it the run's shared worker until the block is left: whatever is opened in this Trio run without
+            ``worker=`` uses it, connections, listeners and groups.
 
     Cancellation: a call that was cancelled before it began opens nothing. Leaving a cancelled block closes the worker.
 
@@ -643,14 +695,23 @@ async def open_worker(
         OSError: too few file descriptors are left (EMFILE), or limits leave no room for shared memory.
         TypeError, ValueError: a wrong argument; an option that UCX does not know.
         UCXError: UCX cannot start, or create a worker.
-        RuntimeError: ``context`` was closed; the parent process had UCX open when it forked this one.
+        RuntimeError: ``context`` was closed; the parent process had UCX open when it forked this one; with ``shared``,
+            the run has a shared worker already.
     """
     check_in_trio()
     networks = parse_networks(admit)
+    if not isinstance(shared, bool):
+        raise TypeError(f"shared must be a bool, not {type(shared).__name__}")
     await trio.lowlevel.checkpoint()
+    if shared:
+        _check_none_is_shared()
     worker = Worker._open(context, config, features, keepalive_interval, name, client_id, spin, yield_interval)
     try:
         worker._engine.key_gate.admit(networks)
+        if shared:
+            _shared_worker.set((worker, True))
         yield worker
     finally:
+        if shared:
+            _shared_worker.set((None, False))
         await worker._aclose()

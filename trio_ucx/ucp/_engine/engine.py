@@ -136,6 +136,8 @@ class Engine:
         #: Endpoints that failed, and why; reported when what had arrived before is delivered.
         self.failures: list[tuple[int, int]] = []
         self.broken: BaseException | None = None
+        #: Held while UCX's worker is asked for figures, which another thread may do, and while it is given up.
+        self.figures = threading.RLock()
         self.teardown = Teardown()
         self.waiting = Waiting(self, spin, yield_interval)
         self.batches = Batches(lambda: self.arming.watch())
@@ -376,17 +378,18 @@ class Engine:
     # ---- statistics ----
 
     def statistics(self) -> WorkerStatistics:
-        """Returns the worker's figures; after its close, the last ones."""
-        if self.handle is None:
-            self.run.check("this worker")
-            assert self.teardown.statistics is not None
-            return self.teardown.statistics
+        """Returns the worker's figures; after its close, the last ones. Any thread may ask."""
         native = ffi.new("tu_counts_t *")
-        lib.tu_worker_counts(self.handle, native)
-        open_endpoints = sum(endpoint.handle is not None for endpoint in self.endpoints.values())
+        with self.figures:
+            if self.handle is None:
+                self.run.check("this worker")
+                assert self.teardown.statistics is not None
+                return self.teardown.statistics
+            lib.tu_worker_counts(self.handle, native)
+        open_endpoints = sum(endpoint.handle is not None for endpoint in list(self.endpoints.values()))
         return WorkerStatistics(
             operations_in_flight=len(self.in_flight),
-            left_over_operations=sum(operation.detached for operation in self.in_flight.values()),
+            left_over_operations=sum(operation.detached for operation in list(self.in_flight.values())),
             completed_operations=self.counters["completed"],
             endpoints=open_endpoints - self.endpoints_by_worker.idle,
             wakeups=self.counters["wakeups"],

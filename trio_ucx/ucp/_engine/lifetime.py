@@ -196,7 +196,8 @@ def _end(operation: Operation) -> None:
 def _finish_close(engine: Engine) -> None:
     engine.teardown.end(engine.statistics())
     stuck = under_way(engine.in_flight.values())
-    handle, engine.handle = engine.handle, None
+    with engine.figures:
+        handle, engine.handle = engine.handle, None
     engine.key_gate.handle = None
     engine.arming.end()
     engine.progress_task.close()

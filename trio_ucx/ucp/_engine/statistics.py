@@ -1,13 +1,41 @@
-"""Figures about a worker."""
+"""Figures about a worker, and about all Connections of a worker or a server."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import attrs
 
 
 @attrs.frozen
+class ConnectionTotals:
+    """Sums over Connections: those that are open, and those that have ended.
+
+    Attributes:
+        open: gauge: connections that are open on this side.
+        opened: counter: connections that were opened, or accepted.
+        ended: counters: connections that have ended, by reason. ``"closed"``: gracefully, by either side.
+            ``"aborted_here"``: this side has closed by force. The other reasons are those of
+            :class:`trio_ucx.PeerLost`.
+        messages_sent, bytes_sent, messages_received, bytes_received: counters: see
+            :class:`trio_ucx.ConnectionStatistics`.
+    """
+
+    open: int = 0
+    opened: int = 0
+    ended: Mapping[str, int] = attrs.field(factory=dict)
+    messages_sent: int = 0
+    bytes_sent: int = 0
+    messages_received: int = 0
+    bytes_received: int = 0
+
+
+@attrs.frozen
 class WorkerStatistics:
-    """Figures about a :class:`Worker`.
+    """Figures about a :class:`Worker`. Counters only grow; gauges go up and down.
+
+    Gauges: ``operations_in_flight``, ``left_over_operations``, ``endpoints``, ``poll_limit`` and
+    ``background_closes``. The others are counters.
 
     Attributes:
         operations_in_flight: posted and not completed.
@@ -29,6 +57,8 @@ class WorkerStatistics:
         stopped_queues: times that the worker's queue in shared memory stopped, because a local peer was killed while it
             wrote to it (docs/guide.md). Queues of the workers that took over its new Connections are counted, too.
         strangers: connections to its TCP ports that were closed, because they showed no key.
+        connections: the Connections of both sides, clients and servers, on this worker and on those that were opened
+            for it: for ``isolate=True``, say.
     """
 
     operations_in_flight: int
@@ -49,3 +79,4 @@ class WorkerStatistics:
     background_closes: int
     stopped_queues: int
     strangers: int
+    connections: ConnectionTotals = attrs.field(factory=ConnectionTotals)
