@@ -822,3 +822,119 @@ async def test_the_sender_learns_of_a_dropped_message(worker: ucp.Worker, size: 
         assert type(caught.value) is trio.BrokenResourceError  # the peer is not lost
         with pytest.raises(trio.EndOfChannel):
             await server.receive(tag=3)
+
+
+# ---- work that ends with its channel ----
+
+
+async def call_that_hears(connection: trio_ucx.Connection, how: str, log: list[str]) -> None:
+    """Accepts a conversation, and works on it until the other side has left."""
+    async with await next_of(connection) as talk:
+        assert await talk.receive() == b"request"
+        with talk.cancel_when_left() as scope:
+            log.append("working")
+            await trio.sleep_forever()
+        log.append("cancelled" if scope.cancelled_caught else "other")
+
+
+@pytest.mark.parametrize("how", ["leaves", "cancelled", "closes", "aborts", "writes more, and leaves", "left here"])
+async def test_work_is_cancelled_when_its_caller_has_left(worker: ucp.Worker, how: str) -> None:
+    log: list[str] = []
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+        talk = client.open_conversation()
+        await talk.send(b"request")
+        nursery.start_soon(call_that_hears, server, how, log)
+        await until(lambda: log == ["working"])
+        with trio.fail_after(2):
+            if how == "leaves":
+                await talk.aclose()
+            elif how == "cancelled":
+                with trio.CancelScope() as scope:
+                    async with talk:
+                        scope.cancel()
+                        await trio.lowlevel.checkpoint()
+            elif how == "closes":
+                await client.aclose()
+            elif how == "aborts":
+                client.abort()
+            elif how == "writes more, and leaves":
+                await talk.send(b"unread")
+                await talk.aclose()
+            else:
+                for state in link_of(server).receiving.conversations.all():
+                    link_of(server).receiving.conversations.leave(state)
+            await until(lambda: log == ["working", "cancelled"])
+
+
+async def test_work_is_cancelled_when_the_worker_closes() -> None:
+    log: list[str] = []
+    async with trio.open_nursery() as nursery:
+        async with ucp.open_worker() as worker, open_pair(worker) as (client, server):
+            talk = client.open_conversation()
+            await talk.send(b"request")
+            heard = await next_of(server)
+
+            async def work() -> None:
+                with heard.cancel_when_left() as scope:
+                    log.append("working")
+                    await trio.sleep_forever()
+                log.append("cancelled" if scope.cancelled_caught else "other")
+
+            nursery.start_soon(work)
+            await until(lambda: log == ["working"])
+            client.abort()
+            server.abort()
+        with trio.fail_after(5):
+            await until(lambda: log == ["working", "cancelled"])
+
+
+async def test_other_cancellations_of_the_work_pass(worker: ucp.Worker) -> None:
+    async with open_pair(worker) as (client, server), client.open_conversation() as talk:
+        await talk.send(b"request")
+        heard = await next_of(server)
+        with trio.CancelScope() as outer, heard.cancel_when_left() as scope:
+            outer.cancel()
+            await trio.lowlevel.checkpoint()
+        assert outer.cancelled_caught and not scope.cancelled_caught
+        with heard.cancel_when_left() as scope:
+            scope.deadline = trio.current_time() + 0.01
+            await trio.sleep_forever()
+        assert scope.cancelled_caught
+        with pytest.raises(KeyError), heard.cancel_when_left():
+            raise KeyError
+        with heard.cancel_when_left() as first, heard.cancel_when_left() as second:
+            await talk.aclose()
+            await trio.sleep(0.001)
+            await trio.sleep_forever()
+        assert first.cancel_called and second.cancel_called
+        with heard.cancel_when_left() as scope:  # it has left before
+            await trio.sleep_forever()
+        assert scope.cancelled_caught
+        await heard.aclose()
+        with pytest.raises(trio.ClosedResourceError), heard.cancel_when_left():
+            pass
+
+
+async def test_a_reply_can_still_be_sent_when_the_work_is_done(worker: ucp.Worker) -> None:
+    """Nothing is left of the block after its end."""
+    async with open_pair(worker) as (client, server), client.open_conversation() as talk:
+        await talk.send(b"request")
+        heard = await next_of(server)
+        with heard.cancel_when_left():
+            await heard.receive()
+        await heard.send(b"reply")
+        assert await talk.receive() == b"reply"
+        await talk.aclose()
+        with pytest.raises(trio.EndOfChannel):
+            await heard.receive()
+
+
+async def test_drained_servers_finish_their_work(worker: ucp.Worker) -> None:
+    """Server.drain ends no conversation."""
+    async with open_pair(worker) as (client, server), client.open_conversation() as talk:
+        await talk.send(b"request")
+        heard = await next_of(server)
+        link_of(server).receiving.drain()
+        with heard.cancel_when_left() as scope:
+            await trio.sleep(0.01)
+        assert not scope.cancel_called

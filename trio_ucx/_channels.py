@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -228,6 +229,34 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         limit = receiving.max_message_size if max_size is None else check_max_size(max_size)
         self._check()
         return receiving.receive_nowait(self._state.number, limit)
+
+    @contextmanager
+    @enable_ki_protection
+    def cancel_when_left(self) -> Iterator[trio.CancelScope]:
+        """A context manager that cancels its block when the peer leaves this channel, or the connection ends.
+
+        What works on a request in such a block stops when nobody waits for the answer any more. The block's value is
+        the ``trio.CancelScope``: its ``cancelled_caught`` says whether that has happened, and it can have a deadline,
+        too. Entering and leaving the block are no checkpoints.
+
+        Raises:
+            trio.ClosedResourceError: this end was closed, or the connection.
+        """
+        self._check()
+        state, link = self._state, self._connection._link
+        token = trio.lowlevel.current_trio_token()
+        with trio.CancelScope() as scope:
+
+            def cancel() -> None:
+                token.run_sync_soon(scope.cancel)  # not while messages are delivered: it ends receives
+
+            if state.problem() is not None or link.sending.over:
+                scope.cancel()
+            state.on_end += (cancel,)
+            try:
+                yield scope
+            finally:
+                state.on_end = tuple(one for one in state.on_end if one is not cancel)
 
     @enable_ki_protection
     async def aclose(self) -> None:

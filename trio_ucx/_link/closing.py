@@ -131,6 +131,7 @@ class Closing:
         problem = self._sending.problem()
         assert problem is not None
         self._sending.fail_all(problem)
+        self._receiving.conversations.connection_ended()
 
     # ---- the graceful close ----
 

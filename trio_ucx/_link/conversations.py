@@ -35,6 +35,7 @@ class ChannelState:
         left, peer_left: whether this side, and the peer, have left it.
         by_force: whether the peer has left it because of an exception or a cancellation.
         accepted: whether a user has it.
+        on_end: called, once each, when a side has left it, or the connection has ended. They run no code of the user's.
     """
 
     queue: TagQueue
@@ -43,6 +44,13 @@ class ChannelState:
     peer_left: bool = False
     by_force: bool = False
     accepted: bool = True
+    on_end: tuple[Callable[[], None], ...] = ()
+
+    def ended(self) -> None:
+        """A side has left it, or the connection has ended."""
+        called, self.on_end = self.on_end, ()
+        for function in called:
+            function()
 
     @property
     def number(self) -> int:
@@ -166,6 +174,7 @@ class OpenChannels:
         if channel.left:
             return
         channel.left = True
+        channel.ended()
         error = trio.ClosedResourceError("this channel was closed")
         self._end_sends(channel, error)
         self._sending.add_frame(wire.Leave(channel.queue.written, by_force))
@@ -191,6 +200,7 @@ class OpenChannels:
             channel = self._add(self._queues[number])
         channel.peer_left = True
         channel.by_force = by_force
+        channel.ended()
         if not channel.left:  # else nothing waits here any more
             problem = channel.problem()
             assert problem is not None
@@ -199,6 +209,11 @@ class OpenChannels:
             if by_force and not channel.accepted:  # nobody waits for an answer
                 self.leave(channel)
         self._free_if_over(channel)
+
+    def connection_ended(self) -> None:
+        """Nobody reads what this side sends, or this side has closed."""
+        for channel in self.all():
+            channel.ended()
 
     def _end_sends(self, channel: ChannelState, error: Exception) -> None:
         """Ends the sends that wait for credit."""

@@ -556,6 +556,7 @@ class Receiving:
 
     def end_waits(self, error: Exception) -> None:
         """Ends all receives, after an internal error. Never raises."""
+        contained(self.conversations.connection_ended)
         for queue in list(self.queues.values()):
             if queue.receives:
                 for receive in list(queue.receives):
@@ -564,6 +565,7 @@ class Receiving:
 
     def stop(self, error: Exception) -> None:
         """The connection is about to close: ends all receives."""
+        self.conversations.connection_ended()
         for queue in self.queues.values():
             for receive in list(queue.receives):
                 queue.give_up(receive, error)
@@ -571,6 +573,7 @@ class Receiving:
     def close(self, error: Exception) -> None:
         """The connection is closed: drops all messages."""
         gives_up = self.transferring()
+        self.conversations.connection_ended()
         self.queues.close(error)
         if gives_up:
             self.engine.submit()
