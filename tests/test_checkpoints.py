@@ -380,6 +380,19 @@ async def use_receive_newest(stage: Stage) -> None:
             await there.receive_newest()
 
 
+@calls("Connection.request")
+async def use_connection_request(stage: Stage) -> None:
+    async def answer(request: bytes) -> bytes:
+        return request
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio_ucx.answering(answer), stage.server)
+        for timeout in (5, 1e9):
+            with assert_checkpoints():
+                await stage.client.request(b"request", timeout=timeout)
+        nursery.cancel_scope.cancel()
+
+
 @calls("Connection.receive_any")
 async def use_connection_receive_any(stage: Stage) -> None:
     client, server = stage.client, stage.server
@@ -903,6 +916,7 @@ async def set_closed_stage(transports: str) -> AsyncIterator[dict[str, Callable[
                 "Connection.receive_into": lambda: client.receive_into(buffer),
                 "Connection.receive_newest": client.receive_newest,
                 "Connection.receive_some": client.receive_some,
+                "Connection.request": lambda: client.request(b"request"),
                 "Connection.send": lambda: client.send(b"data"),
                 "Connection.send_all": lambda: client.send_all(b"data"),
                 "Connection.send_eof": client.send_eof,

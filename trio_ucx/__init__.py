@@ -16,7 +16,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
                      _opening                           addresses, keys, options, attempts
                      _connection, _channels,            what the user holds
                        _listener, _server, _statistics
-                     _open, _serve                      what the user calls
+                     _open, _serve, _answering          what the user calls
                      _report                            what waits in this process, and why
                      anyio                              Connections for libraries written for anyio
                      metrics                            figures for Prometheus
@@ -25,6 +25,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
 """
 
 from . import ucp
+from ._answering import answering
 from ._channels import Channel
 from ._connection import Connection, Conversations, Messages
 from ._errors import (
@@ -82,6 +83,7 @@ __all__ = [
     "UnexpectedMessage",
     "WritableBuffer",
     "__version__",
+    "answering",
     "authkey",
     "connect",
     "format_address",

@@ -16,7 +16,7 @@ from ._link import ChannelState
 from ._opening.options import check_max_size
 from ._rules.wire import UNACCEPTED
 from ._util.handles import OpenedNotConstructed
-from .ucp._internal_api import Buffer, WritableBuffer, about, separate
+from .ucp._internal_api import Buffer, WritableBuffer, about, completed, separate
 
 if TYPE_CHECKING:
     from ._connection import Connection
@@ -82,6 +82,22 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check_send()
         await link.send(self._state.number, value)
+
+    async def _send_last(self, value: Buffer) -> None:
+        """Sends a message and closes this end: in one message, if it is a small one. Otherwise as :meth:`send`."""
+        link = self._connection._link
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._check_send()
+        link.sending.expect_more()
+        queue = link.queues[self._state.number]
+        sent = link.sending.send_short(queue, value)
+        if sent is True:
+            self._close()
+            link.sending.send_batch()
+            await link.engine.waiting.schedule_point()
+        else:
+            await completed(sent or link.sending.send(queue, value), link.engine)
+            self._close()
 
     @enable_ki_protection
     def send_nowait(self, value: Buffer) -> None:

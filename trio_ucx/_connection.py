@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -18,7 +19,7 @@ from ._rules import byte_stream as stream
 from ._rules import wire
 from ._rules.tag_queue import Want
 from ._statistics import ConnectionStatistics
-from ._util.arguments import check_integer
+from ._util.arguments import check_integer, check_timeout
 from ._util.handles import ConflictDetector, OpenedNotConstructed, warn_resource
 from .ucp import Endpoint, MemoryDescriptor, RemoteMemory, Worker
 from .ucp._internal_api import Buffer, Pending, WritableBuffer, check_elements, close_in_background, completed
@@ -519,6 +520,45 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """
         self._link.check()
         return Channel._create(self, self._link.receiving.conversations.open())
+
+    @enable_ki_protection
+    async def request(self, data: Buffer, *, timeout: float = math.inf, max_size: int | None = None) -> bytes:
+        """Sends a request in a conversation of its own, and returns the reply, of one message.
+
+        The peer answers with :func:`answering`, or by hand (:meth:`conversations`). Many tasks can ask at once.
+
+        Args:
+            data: the request; as for :meth:`send`.
+            timeout: seconds to wait for the reply.
+            max_size: the longest reply, in bytes; as for :meth:`receive`.
+
+        Cancellation: the peer's :func:`answering` cancels its work on the request. A reply that comes late is dropped.
+
+        Raises:
+            trio.TooSlowError: there was no reply within ``timeout``; as with a cancellation, the peer is told.
+            trio.EndOfChannel: the peer left the conversation without a reply, or closed the connection.
+            PeerLost: the peer broke off the conversation, because of an error there, say; or it is gone.
+            trio.ClosedResourceError: this connection was closed.
+            trio.BrokenResourceError, MessageTooLong, MemoryError, RuntimeError: as :meth:`send` and :meth:`receive`.
+            TypeError, ValueError: wrong arguments.
+        """
+        timeout = check_timeout(timeout, "timeout")
+        if timeout == math.inf:
+            return await self._request(data, max_size)
+        with trio.fail_after(timeout):
+            return await self._request(data, max_size)
+
+    async def _request(self, data: Buffer, max_size: int | None) -> bytes:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        talk = self.open_conversation()
+        try:
+            await talk.send(data)
+            reply = await talk.receive(max_size=max_size)
+        except BaseException:
+            talk._close(by_force=True)
+            raise
+        talk._close()
+        return reply
 
     def conversations(self) -> Conversations:
         """Returns the conversations that the peer opens as an asynchronous iterator, which ends when the peer closes.

@@ -139,6 +139,10 @@ class Sending:
         verdict = self.port.send_bytes(queue.written, data)
         return True if verdict == 0 else self._keep(verdict, queue, data)
 
+    def expect_more(self) -> None:
+        """A small message that is sent now is deferred: something closely follows it."""
+        self._sent_at, self._sent_count = perf_counter(), self.engine.progress_count
+
     def write_short(self, queue: TagQueue, data: memoryview) -> int:
         """Sends the first bytes of a write on the byte stream, as many as can be sent without waiting.
 
@@ -269,11 +273,10 @@ class Sending:
             self.internal_error(error)
 
     def add_frame(self, frame: wire.Frame) -> None:
-        """Sends a control frame that nobody waits for; with a batch, if it closely follows a message. Never raises."""
+        """Sends a control frame that nobody waits for, with what is sent before the task waits. Never raises."""
         try:
             batch = self.batch
-            waited = self._sent_count != self.engine.progress_count or perf_counter() - self._sent_at > DEFER_SECONDS
-            if self.share.handle is None or not (batch.parts or (self._defers and not waited)):
+            if self.share.handle is None or not self._defers:
                 self.post_frame(frame)
                 return
             if not batch.parts:
