@@ -80,10 +80,10 @@ class OurRank:
 
     async def ping(self) -> None:
         if self.rank == 0:
-            await self.group.send(1, PING, tag=TAG)
-            await self.group.receive(1, tag=TAG)
+            await self.group.send(PING, to=1, tag=TAG)
+            await self.group.receive(source=1, tag=TAG)
         else:
-            await self.group.send(0, await self.group.receive(0, tag=TAG), tag=TAG)
+            await self.group.send(await self.group.receive(source=0, tag=TAG), to=0, tag=TAG)
 
     async def connection(self) -> None:
         connection = self._connection

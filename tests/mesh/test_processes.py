@@ -41,7 +41,7 @@ async def main(victim, what):
         if group.rank % 2:
             await group.barrier()
         else:
-            await group.receive(rank)
+            await group.receive(source=rank)
 
 def say(**what):
     os.write(1, json.dumps(what).encode() + b"\\n")

@@ -41,10 +41,10 @@ class Group(metaclass=OpenedNotConstructed):
         self._links = links
         self._centre = centre
         self._collectives = Collectives(members, links, self._explain)
-        #: Losses that :meth:`receive_any` has not raised yet.
+        #: Losses that :meth:`receive_from_any` has not raised yet.
         self._unreported: list[RankLostError] = []
         self._reported: RankLostError | None = None
-        #: The rank from which :meth:`receive_any` has received last.
+        #: The rank from which :meth:`receive_from_any` has received last.
         self._served = -1
         self._waiters: set[Signal] = set()
         members.on_change.append(self._member_changed)
@@ -164,7 +164,7 @@ class Group(metaclass=OpenedNotConstructed):
         return link.connection
 
     @enable_ki_protection
-    async def send(self, rank: int, data: Buffer, *, tag: int = 0) -> None:
+    async def send(self, data: Buffer, *, to: int, tag: int = 0) -> None:
         """Sends one message to a rank; see :meth:`trio_ucx.Connection.send`.
 
         Cancellation: as :meth:`trio_ucx.Connection.send`.
@@ -173,10 +173,10 @@ class Group(metaclass=OpenedNotConstructed):
             RankLostError, trio.ClosedResourceError: as :meth:`connection`.
             TypeError, ValueError, RuntimeError, MemoryError: as :meth:`trio_ucx.Connection.send`.
         """
-        await self._use(rank, lambda connection: connection.send(data, tag=tag))
+        await self._use(to, lambda connection: connection.send(data, tag=tag))
 
     @enable_ki_protection
-    async def receive(self, rank: int, *, tag: int = 0, max_size: int | None = None) -> bytes:
+    async def receive(self, *, source: int, tag: int = 0, max_size: int | None = None) -> bytes:
         """Receives the next message of a rank; see :meth:`trio_ucx.Connection.receive`.
 
         What a rank has sent before it left can still be received.
@@ -187,10 +187,10 @@ class Group(metaclass=OpenedNotConstructed):
             RankLostError, trio.ClosedResourceError: as :meth:`connection`.
             MessageTooLong, MemoryError, TypeError, ValueError: as :meth:`trio_ucx.Connection.receive`.
         """
-        return await self._use(rank, lambda connection: connection.receive(tag=tag, max_size=max_size))
+        return await self._use(source, lambda connection: connection.receive(tag=tag, max_size=max_size))
 
     @enable_ki_protection
-    async def receive_into(self, rank: int, buffer: WritableBuffer, *, tag: int = 0) -> int:
+    async def receive_into(self, buffer: WritableBuffer, *, source: int, tag: int = 0) -> int:
         """Receives the next message of a rank into a buffer; see :meth:`trio_ucx.Connection.receive_into`.
 
         Cancellation: as :meth:`trio_ucx.Connection.receive_into`.
@@ -199,7 +199,7 @@ class Group(metaclass=OpenedNotConstructed):
             RankLostError, trio.ClosedResourceError: as :meth:`connection`.
             MessageTooLong, RuntimeError, TypeError, ValueError: as :meth:`trio_ucx.Connection.receive_into`.
         """
-        return await self._use(rank, lambda connection: connection.receive_into(buffer, tag=tag))
+        return await self._use(source, lambda connection: connection.receive_into(buffer, tag=tag))
 
     @enable_ki_protection
     async def send_receive(
@@ -237,9 +237,9 @@ class Group(metaclass=OpenedNotConstructed):
         async def receive(rank: int) -> None:
             nonlocal received
             if into is None:
-                received = await self.receive(rank, tag=tag)
+                received = await self.receive(source=rank, tag=tag)
             else:
-                received = await self.receive_into(rank, into, tag=tag)
+                received = await self.receive_into(into, source=rank, tag=tag)
 
         async def sent_at_once(connection: Connection) -> bool:
             try:
@@ -257,14 +257,14 @@ class Group(metaclass=OpenedNotConstructed):
             assert source is not None
             await receive(source)
         elif source is None:
-            await self.send(to, data, tag=tag)
+            await self.send(data, to=to, tag=tag)
         elif _is_small(data) and await self._use(to, sent_at_once):
             await receive(source)
         else:
             error: Exception | None = None  # raised outside: in `except*`, Python before 3.11.4 makes a group of it
             try:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(partial(self.send, to, data, tag=tag))
+                    nursery.start_soon(partial(self.send, data, to=to, tag=tag))
                     await receive(source)
             except* Exception as group:
                 error = group.exceptions[0]
@@ -273,7 +273,7 @@ class Group(metaclass=OpenedNotConstructed):
         return received
 
     @enable_ki_protection
-    async def receive_any(self, *, tag: int = 0, max_size: int | None = None) -> tuple[int, bytes]:
+    async def receive_from_any(self, *, tag: int = 0, max_size: int | None = None) -> tuple[int, bytes]:
         """Receives the next message that any other rank sends with this tag. Returns the rank and the message.
 
         Ranks that have sent something take turns.
@@ -296,7 +296,7 @@ class Group(metaclass=OpenedNotConstructed):
             link = self._next_ready(tag)
             if link is not None:
                 self._served = link.rank
-                return link.rank, await self.receive(link.rank, tag=tag, max_size=max_size)
+                return link.rank, await self.receive(source=link.rank, tag=tag, max_size=max_size)
             await self._wait_any(tag)
 
     def _next_ready(self, tag: int) -> RankConnection | None:
@@ -305,7 +305,7 @@ class Group(metaclass=OpenedNotConstructed):
         return min(later or ready, key=lambda link: link.rank, default=None)
 
     async def _wait_any(self, tag: int) -> None:
-        """Waits until something has changed that a :meth:`receive_any` must look at.
+        """Waits until something has changed that a :meth:`receive_from_any` must look at.
 
         Raises:
             RankLostError, trio.EndOfChannel: see there.
