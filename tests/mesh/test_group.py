@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ from trio_ucx.mesh import _links
 Body = Callable[[mesh.Group], Awaitable[Any]]
 
 
-async def run_ranks(folder: Path, size: int, body: Body, **options: Any) -> list[Any]:
-    """Runs a function in each rank of a group, and returns their results."""
+async def run_ranks(
+    folder: Path, size: int, body: Body, config: Mapping[str, str] | None = None, **options: Any
+) -> list[Any]:
+    """Runs a function in each rank of a group, and returns their results. ``config`` is of the workers."""
     results: list[Any] = [None] * size
 
     async def run(rank: int) -> None:
         async with (
-            ucp.open_worker() as worker,
+            ucp.open_worker(config=config) as worker,
             mesh.join(rank=rank, size=size, meeting=f"file://{folder}/meeting", worker=worker, **options) as group,
         ):
             results[rank] = await body(group)
@@ -492,8 +494,18 @@ async def test_every_operation_is_a_checkpoint(tmp_path: Path) -> None:
                 await operation()
         if group.rank:
             await group.broadcast()
+        await reduce_and_scatter(group)
+
+    async def reduce_and_scatter(group: mesh.Group) -> None:
+        for length in (1, 100_000):
+            for call in (group.reduce, group.all_reduce):
+                with trio.testing.assert_checkpoints():
+                    await call(np.zeros(length), "sum")
+        with trio.testing.assert_checkpoints():
+            await group.scatter([b""] * group.size)
 
     await run_ranks(tmp_path, 2, body)
+    await run_ranks(tmp_path, 1, reduce_and_scatter)
 
 
 async def test_connections_on_demand(tmp_path: Path) -> None:
@@ -506,3 +518,46 @@ async def test_connections_on_demand(tmp_path: Path) -> None:
         assert len(group._links.by_rank) <= 2 * 4
 
     await run_ranks(tmp_path, size, body)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 11])
+async def test_scatter(tmp_path: Path, size: int) -> None:
+    async def body(group: mesh.Group) -> None:
+        for root in range(size):
+            parts = [b"x" * one for one in range(size)] if group.rank == root else None
+            assert await group.scatter(parts, root=root) == b"x" * group.rank
+        assert np.array_equal(await group.scatter(np.eye(size)), np.eye(size)[group.rank])
+        arrays = [np.arange(one) for one in range(size)]
+        assert np.array_equal(await group.scatter(arrays), np.arange(group.rank))  # ignored but at the root
+
+    await run_ranks(tmp_path, size, body)
+
+
+async def test_scatter_of_wrong_parts(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> None:
+        for parts in (None, [], [b""], [b""] * 3):
+            with pytest.raises(ValueError, match=f"a value for each of the 2 ranks, not {len(parts or ())}"):
+                await group.scatter(parts, root=group.rank)
+        with pytest.raises(TypeError):
+            await group.scatter([b"", "text"], root=group.rank)
+        with pytest.raises(ValueError, match="root"):
+            await group.scatter([b"", b""], root=2)
+        assert await group.scatter([b"a", b"b"]) == [b"a", b"b"][group.rank]
+
+    await run_ranks(tmp_path, 2, body)
+
+
+async def test_cancelled_scatter_goes_on_in_the_background(tmp_path: Path) -> None:
+    """Rank 2 passes on what rank 3 gets."""
+
+    async def body(group: mesh.Group) -> bytes | None:
+        if group.rank == 2:
+            with trio.move_on_after(0.02):
+                await group.scatter()
+            cancelled.set()
+            return None
+        await cancelled.wait()
+        return await group.scatter([b"0", b"1", b"2", b"3"])
+
+    cancelled = trio.Event()
+    assert await run_ranks(tmp_path, 4, body) == [b"0", b"1", None, b"3"]

@@ -380,7 +380,7 @@ async def test_a_loss_heard_with_a_message_of_the_next_generation() -> None:
     links: Any = SimpleNamespace(by_rank={1: link})
     running = _running.Collectives(members, links, lambda link, error: trio.sleep_forever())
     with pytest.raises(mesh.RankLostError, match="dead"):
-        await running.run(0, barrier(0, 2))
+        await running.run(0, barrier(0, 2), False)
     assert link.pending == [message]
 
 

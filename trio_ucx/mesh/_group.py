@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import trio
 from trio.lowlevel import enable_ki_protection
@@ -18,6 +18,7 @@ from .._util.arguments import check_integer
 from .._util.handles import OpenedNotConstructed
 from ..ucp._internal_api import Signal
 from . import _collectives as collectives
+from . import _reductions as reductions
 from ._errors import RankLostError, again
 from ._links import GONE, Links, RankConnection, has_left
 from ._meeting import VERDICT, Coordinator, Follower, why
@@ -442,9 +443,108 @@ class Group(metaclass=OpenedNotConstructed):
             await self._run("all_gather", collectives.all_gather(self.rank, self.size, value))
         )
 
-    async def _run(self, kind: str, steps: collectives.Steps) -> Any:
+    @enable_ki_protection
+    async def scatter(self, parts: Sequence[Any] | None = None, *, root: int = 0) -> Any:
+        """Gives each rank one value of a list that one rank has (a binomial tree).
+
+        Args:
+            parts: at the root: the values by rank, each as for :meth:`broadcast`. They may differ in length, shape and
+                dtype.
+            root: the rank that has them.
+
+        Returns:
+            This rank's value, at the root as well.
+
+        Cancellation: as for :meth:`barrier`; the values are passed on in the background.
+
+        Raises:
+            TypeError, ValueError: wrong parts or root; not as many parts as ranks.
+            Exception: as for :meth:`broadcast`.
+        """
+        root = check_integer(root, "root", 0, self.size - 1)
+        values: list[bytes] = []
+        if self.rank == root:
+            values = [collectives.encode_value(part) for part in (() if parts is None else parts)]
+            if len(values) != self.size:
+                raise ValueError(f"scatter needs a value for each of the {self.size} ranks, not {len(values)}")
+        return collectives.decode_value(
+            await self._run("scatter", collectives.scatter(self.rank, self.size, values, root))
+        )
+
+    @enable_ki_protection
+    async def reduce(
+        self,
+        array: Any,
+        op: Literal["sum", "min", "max", "prod"] | Callable[[Any, Any], Any],
+        *,
+        root: int = 0,
+        out: Any = None,
+    ) -> Any:
+        """Combines the arrays of all ranks at one rank, element by element (a binomial tree).
+
+        Args:
+            array: a NumPy array, or a number. It must have the same shape and dtype on all ranks.
+            op: ``"sum"``, ``"min"``, ``"max"``, ``"prod"``; or a function of two arrays, which returns a new one of the
+                same shape and dtype. It must be associative and commutative, and is called with parts of the arrays,
+                in one dimension. It must be the same on all ranks.
+            root: the rank that gets the result.
+            out: at the root: a C-contiguous array of the same shape and dtype for the result, which may be ``array``.
+
+        Returns:
+            At the root, ``out`` or a new array; None elsewhere. It has the shape and dtype of ``array``: sums of
+            integers can overflow, and the sum of bools is their "or".
+
+        Cancellation: as for :meth:`barrier`. Until this rank's next collective operation begins, ``array`` and
+        ``out`` must not be used.
+
+        Raises:
+            RankLostError: as for :meth:`barrier`. The content of ``out`` is undefined then, and a transfer into it may
+                still go on.
+            ValueError: the arrays or operations of the ranks differ; all ranks raise this. A wrong op, root or out.
+            TypeError: wrong arguments, or an ``op`` that does not take this dtype.
+            RuntimeError: another rank is in another operation; or the worker has no features for remote memory, which
+                arrays of 256 KiB and more need.
+            Exception: what the function ``op`` raises; MemoryError, UCXError, OSError: another rank's array cannot be
+                read. This rank has not done its part then; see :meth:`broadcast`.
+            trio.BusyResourceError, trio.ClosedResourceError: as for :meth:`barrier`.
+        """
+        root = check_integer(root, "root", 0, self.size - 1)
+        job = reductions.Reduction.create(array, op, out if self.rank == root else None)
+        return await self._reduce("reduce", job, reductions.reduce(self.rank, self.size, job, root))
+
+    @enable_ki_protection
+    async def all_reduce(
+        self, array: Any, op: Literal["sum", "min", "max", "prod"] | Callable[[Any, Any], Any], *, out: Any = None
+    ) -> Any:
+        """Combines the arrays of all ranks, element by element, and gives all ranks the result.
+
+        Arrays of less than 256 KiB go up and down a binomial tree. Larger ones go around a ring, where each rank reads
+        about twice the size of the array from its left neighbour, however many ranks there are.
+
+        Args:
+            array, op: as for :meth:`reduce`.
+            out: as for :meth:`reduce`, at all ranks.
+
+        Returns:
+            ``out`` or a new array, the same to the last bit on all ranks; see :meth:`reduce`.
+
+        Cancellation: as for :meth:`reduce`.
+
+        Raises:
+            Exception: as for :meth:`reduce`.
+        """
+        job = reductions.Reduction.create(array, op, out)
+        return await self._reduce("all_reduce", job, reductions.all_reduce(self.rank, self.size, job))
+
+    async def _reduce(self, kind: str, job: reductions.Reduction, steps: collectives.Steps) -> Any:
+        found = await self._run(kind, steps, in_background=not job.small)
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    async def _run(self, kind: str, steps: collectives.Steps, *, in_background: bool = False) -> Any:
         self._check()
-        return await self._collectives.run(KINDS.index(kind), steps)
+        return await self._collectives.run(KINDS.index(kind), steps, in_background)
 
 
 def _is_small(data: Any) -> bool:
