@@ -688,6 +688,106 @@ class TestContinue:
         await ranks.run_and_replace(2, body, lost.wait)
         assert ranks.ends == {0: (None, b"go on"), 1: (None, b"go on"), 2: ([b"0", b"1", b"2"], b"go on")}
 
+    async def test_wait_lost_ends_a_ring(self, tmp_path: Path) -> None:
+        """Also at a rank that waits for one that lives; and again after the lost rank was replaced."""
+        ranks = Ranks(tmp_path, 4, "continue")
+
+        async def ring(group: mesh.Group) -> None:
+            right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+            while True:
+                await group.send_receive(bytes(100), to=right, source=left, tag=group.generation)
+
+        async def body(group: mesh.Group) -> list[tuple[int, str]]:
+            losses = []
+            if group.generation < 2 and group.rank == 2:
+                await lost_here.wait()
+                with trio.move_on_after(0.05):
+                    await ring(group)
+                raise ValueError("dead")
+            while group.generation < 2:
+                if group.rank == 0:
+                    lost_here.set()
+                try:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(group.wait_lost)
+                        await ring(group)
+                except* mesh.RankLostError as errors:
+                    error = errors.exceptions[0]
+                    assert isinstance(error, mesh.RankLostError)
+                    losses.append((error.rank, error.reason))
+                await group.wait_replaced(2)
+            return losses
+
+        async def three_times() -> None:
+            for _ in range(3):
+                await ranks.run(2, body)
+
+        lost_here = trio.Event()
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(three_times)
+                for rank in (0, 1, 3):
+                    nursery.start_soon(ranks.run, rank, body)
+        assert ranks.ends == {2: [], **dict.fromkeys((0, 1, 3), [(2, "it left with ValueError('dead')")] * 2)}
+
+    async def test_what_wait_lost_counts(self, tmp_path: Path) -> None:
+        """A rank that is lost when it is called, and any loss since, also when the rank was replaced meanwhile."""
+        ranks = Ranks(tmp_path, 3, "continue")
+
+        async def body(group: mesh.Group) -> None:
+            with trio.move_on_after(0.02) as scope:
+                await group.wait_lost()
+            assert scope.cancelled_caught  # also at the replacement
+            if group.generation == 0:
+                await ranks.meet(group)
+                if group.rank == 2:
+                    raise ValueError("dead")
+                with pytest.raises(mesh.RankLostError) as caught:
+                    await group.wait_lost()
+                assert caught.value.rank == 2
+                with pytest.raises(mesh.RankLostError), trio.testing.assert_checkpoints():
+                    await group.wait_lost()
+                lost.set()
+                await group.wait_replaced(2)
+                with trio.move_on_after(0.02) as scope:
+                    await group.wait_lost()
+                assert scope.cancelled_caught
+                if group.rank == 1:  # both at once: the task that waits runs only after them
+                    async with trio.open_nursery() as nursery:
+
+                        async def wait() -> None:
+                            with pytest.raises(mesh.RankLostError, match="again"):
+                                await group.wait_lost()
+
+                        nursery.start_soon(wait)
+                        await trio.testing.wait_all_tasks_blocked()
+                        members = group._members
+                        members.losses[2] = mesh.RankLostError(2, "again")
+                        members.changed.unpark_all()
+            await group.barrier()
+
+        lost = trio.Event()
+        await ranks.run_and_replace(2, body, lost.wait)
+        assert ranks.ends == {0: None, 1: None, 2: None}
+
+    async def test_wait_lost_when_the_group_ends(self, tmp_path: Path) -> None:
+        groups: list[mesh.Group] = []
+
+        async def body(group: mesh.Group) -> None:
+            groups.append(group)
+            await group.barrier()
+            if group.rank:
+                with pytest.raises(mesh.RankLostError) as caught:
+                    await group.wait_lost()
+                assert caught.value.rank == 0
+                return
+            raise ValueError("dead")
+
+        ends = await Ranks(tmp_path, 2, "continue").run_all(body)
+        assert isinstance(ends[1], mesh.RankLostError)
+        with pytest.raises(trio.ClosedResourceError):
+            await groups[0].wait_lost()
+
     async def test_the_loss_of_rank_0_ends_the_group(self, tmp_path: Path) -> None:
         async def body(group: mesh.Group) -> None:
             await group.barrier()

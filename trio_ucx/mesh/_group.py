@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import trio
 from trio.lowlevel import enable_ki_protection
@@ -334,6 +334,31 @@ class Group(metaclass=OpenedNotConstructed):
                 stack.enter_context(link.watching(tag, signal))
                 wait = partial(link.connection.worker._engine.waiting.wait, signal)  # it polls before it parks
             await wait()
+
+    @enable_ki_protection
+    async def wait_lost(self) -> NoReturn:
+        """Waits until a rank is lost, and raises that. It never returns.
+
+        With ``on_loss="continue"`` a loss interrupts only operations with the lost rank, and collective operations. A
+        rank that waits for another one, which waits for the lost one, would wait for ever. This task beside it, in
+        the same nursery, ends both.
+
+        Cancellation: it has no effect.
+
+        Raises:
+            RankLostError: a rank is lost that has not been replaced; or one is lost after this was called.
+            trio.ClosedResourceError: this rank has left the group.
+        """
+        members = self._members
+        before = dict(members.losses)
+        await trio.lowlevel.checkpoint()
+        while True:
+            self._check()
+            error = members.any_error()
+            new = [loss for rank, loss in members.losses.items() if loss is not before.get(rank)]
+            if error is not None or new:
+                raise error or again(new[0])
+            await members.changed.park()
 
     @enable_ki_protection
     async def wait_replaced(self, rank: int) -> None:
