@@ -171,6 +171,11 @@ def example_parameter_server() -> None:
     assert "loss" in ranks(EXAMPLES / "parameter_server.py", "--seconds", 1)
 
 
+def example_rejoining() -> None:
+    command = [*PYTHON, "-m", "trio_ucx", "mesh", "--ranks", 3, "--restart", 1, EXAMPLES / "rejoining.py"]
+    assert run(*command, "--steps", 40, "--kill-at", 20).count("has finished after 40 steps") == 3
+
+
 def example_beside_mpi() -> None:
     mpirun = shutil.which("mpirun", path=sysconfig.get_path("scripts")) or "mpirun"
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
