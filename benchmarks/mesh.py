@@ -1,8 +1,9 @@
 """Groups of trio_ucx.mesh against mpi4py: ``python benchmarks/mesh.py``.
 
-Barriers, all-gathers, round trips and halo exchanges of the same processes, once with trio_ucx and once with MPI, by
-turns. Both use shared memory. With a core for each rank, every rank is pinned to one. With fewer, all ranks share the
-cores, and Open MPI runs twice: with ``mpi_yield_when_idle``, which mpirun sets for more ranks than cores, and without.
+Barriers, all-gathers, all-reduces, round trips and halo exchanges of the same processes, once with trio_ucx and once
+with MPI, by turns. Both use shared memory. With a core for each rank, every rank is pinned to one. With fewer, all
+ranks share the cores, and Open MPI runs twice: with ``mpi_yield_when_idle``, which mpirun sets for more ranks than
+cores, and without.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ OURS = {
     "yield_interval=100e-6": {"TLS": TLS["shm"], "yield_interval": 100e-6},
     "yield_interval=1e-3": {"TLS": TLS["shm"], "yield_interval": 1e-3},
 }
+#: Elements of the arrays that are reduced.
+LARGE, SMALL = 6_250_000, 20
 #: The contender that the marks are for.
 MARKED = "yield_interval=1e-3"
 FIGURES = {
@@ -57,9 +60,11 @@ FIGURES = {
     "connection": "the same, over group.connection(1)",
     "halo": f"heat equation, {SIDE} x {SIDE}, a step",
     "exchange": "its halo exchange alone",
+    "all_reduce": "all_reduce of 25 MB of float32",
+    "small_reduce": "all_reduce of 80 B of float32",
 }
 #: For four ranks, with a core for each: microseconds, or how many times mpi4py's figure.
-MARKS = {"barrier": (60.0, "us"), "all_gather": (80.0, "us"), "halo": (1.5, "x")}
+MARKS = {"barrier": (60.0, "us"), "all_gather": (80.0, "us"), "halo": (1.5, "x"), "all_reduce": (1.5, "x")}
 
 Operation = Callable[[], Awaitable[Any]]
 
@@ -78,12 +83,15 @@ class OurRank:
         parts: list[bytes] = await self.group.all_gather(PING)
         return parts
 
+    async def all_reduce(self, array: Any, out: Any) -> None:
+        await self.group.all_reduce(array, "sum", out=out)
+
     async def ping(self) -> None:
         if self.rank == 0:
-            await self.group.send(1, PING, tag=TAG)
-            await self.group.receive(1, tag=TAG)
+            await self.group.send(PING, to=1, tag=TAG)
+            await self.group.receive(source=1, tag=TAG)
         else:
-            await self.group.send(0, await self.group.receive(0, tag=TAG), tag=TAG)
+            await self.group.send(await self.group.receive(source=0, tag=TAG), to=0, tag=TAG)
 
     async def connection(self) -> None:
         connection = self._connection
@@ -119,6 +127,9 @@ class MpiRank:
     async def all_gather(self) -> list[bytes]:
         self._world.Allgather(self._sent, self._all)
         return [bytes(self._all[at : at + len(PING)]) for at in range(0, len(self._all), len(PING))]
+
+    async def all_reduce(self, array: Any, out: Any) -> None:
+        self._world.Allreduce(array, out)
 
     async def ping(self) -> None:
         if self.rank == 0:
@@ -167,14 +178,36 @@ class Heat:
         self._old, self._new = new, old
 
 
+class Sum:
+    """The sum of an array of each rank, at all ranks."""
+
+    def __init__(self, rank: OurRank | MpiRank, length: int) -> None:
+        import numpy
+
+        self._rank = rank
+        self._array = numpy.full(length, rank.rank + 1, dtype=numpy.float32)
+        self._sum = numpy.zeros_like(self._array)
+
+    async def all_reduce(self) -> None:
+        await self._rank.all_reduce(self._array, self._sum)
+
+    async def check(self) -> None:
+        await self.all_reduce()
+        if (self._sum != sum(range(self._rank.size + 1))).any():
+            raise RuntimeError("all_reduce gives something else than the sum")
+
+
 async def measure(rank: OurRank | MpiRank, seconds: float) -> dict[str, float]:
     """Microseconds for each operation."""
     await rank.prepare()
-    heat = Heat(rank)
+    heat, large, small = Heat(rank), Sum(rank, LARGE), Sum(rank, SMALL)
     operations: dict[str, Operation] = {"barrier": rank.barrier, "all_gather": rank.all_gather, "ping": rank.ping}
     if isinstance(rank, OurRank):
         operations["connection"] = rank.connection
     operations |= {"halo": heat.step, "exchange": heat.exchange}
+    operations |= {"all_reduce": large.all_reduce, "small_reduce": small.all_reduce}
+    await large.check()
+    await small.check()
     if await rank.all_gather() != [PING] * rank.size:
         raise RuntimeError("all_gather gives something else than was sent")
     return {name: await time_of(rank, name, operation, seconds) for name, operation in operations.items()}

@@ -57,12 +57,12 @@ class Token:
             if group.rank == 0:
                 token = b"" if self.stopped else b"token"
                 begin = time.perf_counter()
-                await group.send(right, token)
-                await group.receive(left)
+                await group.send(token, to=right)
+                await group.receive(source=left)
                 self.took.append((time.perf_counter() - begin) * 1e6)
             else:
-                token = await group.receive(left)
-                await group.send(right, token)
+                token = await group.receive(source=left)
+                await group.send(token, to=right)
 
     def report(self) -> str:
         took, self.took = self.took, []

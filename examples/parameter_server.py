@@ -38,11 +38,11 @@ async def serve(group: mesh.Group, seconds: float) -> None:
     report, end = trio.current_time(), trio.current_time() + seconds
     while True:
         try:
-            rank, gradient = await group.receive_any(tag=GRADIENT)
+            rank, gradient = await group.receive_from_any(tag=GRADIENT)
             parameters -= RATE * numpy.frombuffer(gradient)
             now = trio.current_time()
-            with suppress(mesh.RankLostError):  # `receive_any` raises it, too
-                await group.send(rank, parameters if now < end else b"", tag=PARAMETERS)
+            with suppress(mesh.RankLostError):  # `receive_from_any` raises it, too
+                await group.send(parameters if now < end else b"", to=rank, tag=PARAMETERS)
             batches[rank] = batches.get(rank, -1) + 1  # the first gradient is zero
         except mesh.RankLostError as error:
             batches.pop(error.rank, None)
@@ -61,8 +61,8 @@ async def work(group: mesh.Group) -> None:
     random = numpy.random.default_rng(os.getpid())
     gradient = numpy.zeros(FEATURES)
     while True:
-        await group.send(0, gradient, tag=GRADIENT)
-        answer = await group.receive(0, tag=PARAMETERS)
+        await group.send(gradient, to=0, tag=GRADIENT)
+        answer = await group.receive(source=0, tag=PARAMETERS)
         if not answer:
             return
         parameters = numpy.frombuffer(answer)

@@ -6,6 +6,7 @@ Each is a function, or an example (``example_*``) that runs as its users run it.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import os
 import shutil
@@ -75,6 +76,11 @@ async def rank() -> None:
             other = 1 - group.rank
             sent = bytes([group.rank]) * size
             assert await group.send_receive(sent, to=other, source=other) == bytes([other]) * size
+        if importlib.util.find_spec("numpy") is not None:
+            import numpy
+
+            for length in (10, 500_000):  # in messages; read from each other's memory, where the kernel lets them
+                assert (await group.all_reduce(numpy.full(length, group.rank + 1), "sum") == 3).all()
         await group.barrier()
 
 
@@ -169,6 +175,11 @@ def example_heat_equation() -> None:
 
 def example_parameter_server() -> None:
     assert "loss" in ranks(EXAMPLES / "parameter_server.py", "--seconds", 1)
+
+
+def example_rejoining() -> None:
+    command = [*PYTHON, "-m", "trio_ucx", "mesh", "--ranks", 3, "--restart", 1, EXAMPLES / "rejoining.py"]
+    assert run(*command, "--steps", 40, "--kill-at", 20).count("has finished after 40 steps") == 3
 
 
 def example_beside_mpi() -> None:

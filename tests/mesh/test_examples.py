@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from test_docs import programs
 
 from .ranks import ranks
 
@@ -18,6 +19,15 @@ def losses(output: str) -> list[float]:
     return [float(found) for found in re.findall(r"^loss (\S+),", output, re.MULTILINE)]
 
 
+@pytest.mark.parametrize(("number", "lines"), [(0, 2), (1, 0)])
+def test_program_of_the_documentation(tmp_path: Path, number: int, lines: int) -> None:
+    assert len(programs("docs/mesh.md")) == 2
+    program = tmp_path / "program.py"
+    program.write_text(programs("docs/mesh.md")[number])
+    with ranks(3, tmp_path, program) as started:
+        assert started.finish().count("\n") == 3 * lines
+
+
 def test_ring_all_reduce(tmp_path: Path) -> None:
     with ranks(3, tmp_path, EXAMPLES / "ring_all_reduce.py") as started:
         output = started.finish()
@@ -28,6 +38,18 @@ def test_heat_equation(tmp_path: Path) -> None:
     with ranks(4, tmp_path, EXAMPLES / "heat_equation.py", "--side", 50, "--steps", 200, "--check") as started:
         output = started.finish()
     assert re.fullmatch(r"50 x 50 cells, 4 ranks: [\d,]+ us a step\nas computed alone\n", output), output
+
+
+def test_a_killed_rank_comes_back(tmp_path: Path) -> None:
+    with ranks(3, tmp_path, EXAMPLES / "rejoining.py", "--kill-at", 60) as started:
+        assert started[1].finish() == -9
+        started.start(1)
+        output = started.finish()
+    for rank in range(3):
+        assert re.search(rf"^rank {rank} goes on at step (59|60|61)$", output, re.MULTILINE), output
+    found = re.findall(r"^rank (\d) has finished after 200 steps, loss (\S+)$", output, re.MULTILINE)
+    assert [rank for rank, _ in found] == ["0", "1", "2"] and len({loss for _, loss in found}) == 1
+    assert float(found[0][1]) < 1e-4
 
 
 def test_training(tmp_path: Path) -> None:

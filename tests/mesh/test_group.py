@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ from trio_ucx.mesh import _links
 Body = Callable[[mesh.Group], Awaitable[Any]]
 
 
-async def run_ranks(folder: Path, size: int, body: Body, **options: Any) -> list[Any]:
-    """Runs a function in each rank of a group, and returns their results."""
+async def run_ranks(
+    folder: Path, size: int, body: Body, config: Mapping[str, str] | None = None, **options: Any
+) -> list[Any]:
+    """Runs a function in each rank of a group, and returns their results. ``config`` is of the workers."""
     results: list[Any] = [None] * size
 
     async def run(rank: int) -> None:
         async with (
-            ucp.open_worker() as worker,
+            ucp.open_worker(config=config) as worker,
             mesh.join(rank=rank, size=size, meeting=f"file://{folder}/meeting", worker=worker, **options) as group,
         ):
             results[rank] = await body(group)
@@ -46,8 +48,8 @@ async def test_messages_between_all_pairs(tmp_path: Path) -> None:
         others = [rank for rank in range(group.size) if rank != group.rank]
         async with trio.open_nursery() as nursery:
             for rank in others:  # all pairs connect at once, from both sides
-                nursery.start_soon(group.send, rank, f"{group.rank} to {rank}".encode())
-        return [await group.receive(rank) for rank in others]
+                nursery.start_soon(partial(group.send, f"{group.rank} to {rank}".encode(), to=rank))
+        return [await group.receive(source=rank) for rank in others]
 
     results = await run_ranks(tmp_path, 5, body)
     for rank, got in enumerate(results):
@@ -67,7 +69,7 @@ async def test_one_connection_for_each_pair(tmp_path: Path) -> None:
                 nursery.start_soon(find)
         assert len({id(connection) for connection in found}) == 1
         await found[0].send(b"directly", tag=5)
-        assert await group.receive(other, tag=5) == b"directly"
+        assert await group.receive(source=other, tag=5) == b"directly"
 
     for _ in range(5):
         await run_ranks(tmp_path, 2, body)
@@ -86,8 +88,8 @@ async def test_descriptors_are_short_for_a_moment(tmp_path: Path, monkeypatch: p
         if group.rank == 0:
             return None
         monkeypatch.setattr(_links, "open_ucx_stream", open_late)
-        await group.send(3 - group.rank, b"hello")
-        return await group.receive(3 - group.rank)
+        await group.send(b"hello", to=3 - group.rank)
+        return await group.receive(source=3 - group.rank)
 
     assert await run_ranks(tmp_path, 3, body) == [None, b"hello", b"hello"]
     assert next(attempts) > 2
@@ -116,7 +118,7 @@ async def test_report_names_the_operation_that_waits_and_the_rank(tmp_path: Path
             return
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(partial(group.receive, 1, tag=5))
+                nursery.start_soon(partial(group.receive, source=1, tag=5))
 
                 def causes() -> list[str]:
                     lines = [line.strip() for line in trio_ucx.report().splitlines()]
@@ -203,11 +205,11 @@ async def test_send_receive_at_the_ends_of_a_line(tmp_path: Path) -> None:
     assert await run_ranks(tmp_path, 3, body) == [None, b"\0", b"\1"]
 
 
-async def test_receive_any_takes_turns_and_ends(tmp_path: Path) -> None:
+async def test_receive_from_any_takes_turns_and_ends(tmp_path: Path) -> None:
     async def body(group: mesh.Group) -> list[int]:
         if group.rank:
             for number in range(3):
-                await group.send(0, b"%d %d" % (group.rank, number), tag=9)
+                await group.send(b"%d %d" % (group.rank, number), to=0, tag=9)
             await group.barrier()
             return []
         await group.barrier()  # now all messages have been sent
@@ -217,7 +219,7 @@ async def test_receive_any_takes_turns_and_ends(tmp_path: Path) -> None:
         order = []
         while True:
             try:
-                rank, data = await group.receive_any(tag=9)
+                rank, data = await group.receive_from_any(tag=9)
             except trio.EndOfChannel:
                 return order
             assert data == b"%d %d" % (rank, order.count(rank))
@@ -227,27 +229,27 @@ async def test_receive_any_takes_turns_and_ends(tmp_path: Path) -> None:
     assert results[0] == [1, 2, 3] * 3
 
 
-async def test_receive_any_keeps_nothing(tmp_path: Path) -> None:
+async def test_receive_from_any_keeps_nothing(tmp_path: Path) -> None:
     async def body(group: mesh.Group) -> None:
         for _ in range(10):
             with trio.move_on_after(0.001):
-                await group.receive_any(tag=1)
+                await group.receive_from_any(tag=1)
         assert not group._waiters
         await group.barrier()
 
     await run_ranks(tmp_path, 2, body)
 
 
-async def test_receive_any_waits(tmp_path: Path) -> None:
+async def test_receive_from_any_waits(tmp_path: Path) -> None:
     async def body(group: mesh.Group) -> None:
         if group.rank:
             await trio.sleep(0.02 * group.rank)
-            await group.send(0, bytes(100_000), tag=group.rank)
+            await group.send(bytes(100_000), to=0, tag=group.rank)
             return
         with trio.move_on_after(0.01):
-            await group.receive_any(tag=1)
+            await group.receive_from_any(tag=1)
         for rank in (1, 2, 3):
-            got = await group.receive_any(tag=rank)
+            got = await group.receive_from_any(tag=rank)
             assert got == (rank, bytes(100_000))
 
     await run_ranks(tmp_path, 4, body)
@@ -404,14 +406,14 @@ async def test_two_collectives_at_once_are_an_error(tmp_path: Path) -> None:
 async def test_wrong_arguments(tmp_path: Path) -> None:
     async def body(group: mesh.Group) -> None:
         with pytest.raises(ValueError, match="no connection to itself"):
-            await group.send(group.rank, b"")
+            await group.send(b"", to=group.rank)
         for wrong in (-1, 2, 100):
             with pytest.raises(ValueError, match="rank"):
-                await group.receive(wrong)
+                await group.receive(source=wrong)
         with pytest.raises(TypeError):
-            await group.send("1", b"")  # type: ignore[arg-type]
+            await group.send(b"", to="1")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="tag"):
-            await group.send(1 - group.rank, b"", tag=-1)
+            await group.send(b"", to=1 - group.rank, tag=-1)
         for call in (lambda: group.broadcast(object(), root=group.rank), lambda: group.all_gather("text")):
             with pytest.raises(TypeError):
                 await call()
@@ -445,10 +447,10 @@ async def test_after_leaving(tmp_path: Path) -> None:
     await run_ranks(tmp_path, 2, body)
     group = groups[0]
     operations: list[Callable[[], Awaitable[Any]]] = [
-        lambda: group.send(1 - group.rank, b""),
-        lambda: group.receive(1 - group.rank),
+        lambda: group.send(b"", to=1 - group.rank),
+        lambda: group.receive(source=1 - group.rank),
         lambda: group.connection(1 - group.rank),
-        lambda: group.receive_any(),
+        lambda: group.receive_from_any(),
         lambda: group.barrier(),
     ]
     for operation in operations:
@@ -459,10 +461,10 @@ async def test_after_leaving(tmp_path: Path) -> None:
 async def test_what_was_sent_before_leaving_arrives(tmp_path: Path) -> None:
     async def body(group: mesh.Group) -> None:
         if group.rank:
-            await group.send(0, bytes(1000), tag=1)
+            await group.send(bytes(1000), to=0, tag=1)
         else:
             await trio.sleep(0.1)
-            assert await group.receive(1, tag=1) == bytes(1000)
+            assert await group.receive(source=1, tag=1) == bytes(1000)
 
     await run_ranks(tmp_path, 2, body)
 
@@ -476,14 +478,14 @@ async def test_exceptions_of_the_block_stay_what_they_are(tmp_path: Path) -> Non
 async def test_every_operation_is_a_checkpoint(tmp_path: Path) -> None:
     async def body(group: mesh.Group) -> None:
         other = 1 - group.rank
-        await group.send(other, b"", tag=1)
-        await group.send(other, b"", tag=2)
+        await group.send(b"", to=other, tag=1)
+        await group.send(b"", to=other, tag=2)
         await (await group.connection(other)).wait_message(tag=2)
         operations: list[Callable[[], Awaitable[Any]]] = [
             lambda: group.connection(other),
-            lambda: group.receive(other, tag=1),
-            lambda: group.receive_any(tag=2),
-            lambda: group.send(other, b"", tag=3),
+            lambda: group.receive(source=other, tag=1),
+            lambda: group.receive_from_any(tag=2),
+            lambda: group.send(b"", to=other, tag=3),
             lambda: group.send_receive(to=None, source=None),
             lambda: group.broadcast(b"") if group.rank == 0 else group.barrier(),
         ]
@@ -492,8 +494,18 @@ async def test_every_operation_is_a_checkpoint(tmp_path: Path) -> None:
                 await operation()
         if group.rank:
             await group.broadcast()
+        await reduce_and_scatter(group)
+
+    async def reduce_and_scatter(group: mesh.Group) -> None:
+        for length in (1, 100_000):
+            for call in (group.reduce, group.all_reduce):
+                with trio.testing.assert_checkpoints():
+                    await call(np.zeros(length), "sum")
+        with trio.testing.assert_checkpoints():
+            await group.scatter([b""] * group.size)
 
     await run_ranks(tmp_path, 2, body)
+    await run_ranks(tmp_path, 1, reduce_and_scatter)
 
 
 async def test_connections_on_demand(tmp_path: Path) -> None:
@@ -506,3 +518,46 @@ async def test_connections_on_demand(tmp_path: Path) -> None:
         assert len(group._links.by_rank) <= 2 * 4
 
     await run_ranks(tmp_path, size, body)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 11])
+async def test_scatter(tmp_path: Path, size: int) -> None:
+    async def body(group: mesh.Group) -> None:
+        for root in range(size):
+            parts = [b"x" * one for one in range(size)] if group.rank == root else None
+            assert await group.scatter(parts, root=root) == b"x" * group.rank
+        assert np.array_equal(await group.scatter(np.eye(size)), np.eye(size)[group.rank])
+        arrays = [np.arange(one) for one in range(size)]
+        assert np.array_equal(await group.scatter(arrays), np.arange(group.rank))  # ignored but at the root
+
+    await run_ranks(tmp_path, size, body)
+
+
+async def test_scatter_of_wrong_parts(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> None:
+        for parts in (None, [], [b""], [b""] * 3):
+            with pytest.raises(ValueError, match=f"a value for each of the 2 ranks, not {len(parts or ())}"):
+                await group.scatter(parts, root=group.rank)
+        with pytest.raises(TypeError):
+            await group.scatter([b"", "text"], root=group.rank)
+        with pytest.raises(ValueError, match="root"):
+            await group.scatter([b"", b""], root=2)
+        assert await group.scatter([b"a", b"b"]) == [b"a", b"b"][group.rank]
+
+    await run_ranks(tmp_path, 2, body)
+
+
+async def test_cancelled_scatter_goes_on_in_the_background(tmp_path: Path) -> None:
+    """Rank 2 passes on what rank 3 gets."""
+
+    async def body(group: mesh.Group) -> bytes | None:
+        if group.rank == 2:
+            with trio.move_on_after(0.02):
+                await group.scatter()
+            cancelled.set()
+            return None
+        await cancelled.wait()
+        return await group.scatter([b"0", b"1", b"2", b"3"])
+
+    cancelled = trio.Event()
+    assert await run_ranks(tmp_path, 4, body) == [b"0", b"1", None, b"3"]

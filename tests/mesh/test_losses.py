@@ -74,9 +74,9 @@ class Ranks:
 WAITS: dict[str, Callable[[mesh.Group], Awaitable[Any]]] = {
     "barrier": lambda group: group.barrier(),
     "all_gather": lambda group: group.all_gather(b""),
-    "receive from it": lambda group: group.receive(2, tag=1),
-    "receive from another": lambda group: group.receive(1 if group.rank != 1 else 3, tag=1),
-    "receive_any": lambda group: group.receive_any(tag=1),
+    "receive from it": lambda group: group.receive(source=2, tag=1),
+    "receive from another": lambda group: group.receive(source=1 if group.rank != 1 else 3, tag=1),
+    "receive_from_any": lambda group: group.receive_from_any(tag=1),
     "sleep": lambda group: trio.sleep_forever(),
 }
 
@@ -110,7 +110,7 @@ async def test_a_rank_that_leaves_is_lost_when_somebody_needs_it(tmp_path: Path,
             return
         await trio.sleep(0.05)
         if group.rank == 1:
-            await group.receive(victim)
+            await group.receive(source=victim)
         await trio.sleep_forever()
 
     ends = await Ranks(tmp_path, 4, "cancel").run_all(body)
@@ -126,11 +126,11 @@ async def test_a_rank_that_leaves_early_and_is_not_missed(tmp_path: Path) -> Non
     async def body(group: mesh.Group) -> int:
         await group.barrier()
         if group.rank == 1:
-            await group.send(2, b"later")
+            await group.send(b"later", to=2)
             return 1
         await trio.sleep(0.1)
         if group.rank == 2:
-            assert await group.receive(1) == b"later"
+            assert await group.receive(source=1) == b"later"
         return group.rank
 
     assert await Ranks(tmp_path, 4, "cancel").run_all(body) == {0: 0, 1: 1, 2: 2, 3: 3}
@@ -163,7 +163,7 @@ async def test_a_broken_pair(tmp_path: Path) -> None:
         await group.barrier()
         if group.rank == 1:
             (await group.connection(3)).abort()
-            await group.receive(3)
+            await group.receive(source=3)
         await trio.sleep_forever()
 
     ends = await Ranks(tmp_path, 4, "cancel").run_all(body)
@@ -199,8 +199,8 @@ async def test_a_block_with_a_nursery_raises_the_same(tmp_path: Path) -> None:
             raise ValueError
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trio.sleep_forever)
-            nursery.start_soon(group.receive, 1)
-            nursery.start_soon(group.receive, 1)
+            nursery.start_soon(partial(group.receive, source=1))
+            nursery.start_soon(partial(group.receive, source=1))
 
     ends = await Ranks(tmp_path, 3, "cancel").run_all(body)
     assert all(isinstance(ends[rank], mesh.RankLostError) and ends[rank].rank == 1 for rank in (0, 2)), ends
@@ -213,7 +213,7 @@ async def test_rank_0_has_left_before_anybody_needed_it(tmp_path: Path, wait: st
     async def body(group: mesh.Group) -> None:
         if group.rank:
             await trio.sleep(0.2)
-            await (group.barrier() if wait == "barrier" else group.receive(0))
+            await (group.barrier() if wait == "barrier" else group.receive(source=0))
 
     ends = await Ranks(tmp_path, 2, "cancel").run_all(body)
     assert isinstance(ends[1], mesh.RankLostError) and ends[1].rank == 0
@@ -221,9 +221,9 @@ async def test_rank_0_has_left_before_anybody_needed_it(tmp_path: Path, wait: st
 
 
 OUTSIDE: dict[str, Callable[[mesh.Group], Awaitable[Any]]] = {
-    "receive": lambda group: group.receive(2),
-    "receive_any": lambda group: group.receive_any(),
-    "send, not connected": lambda group: group.send(2, b""),
+    "receive": lambda group: group.receive(source=2),
+    "receive_from_any": lambda group: group.receive_from_any(),
+    "send, not connected": lambda group: group.send(b"", to=2),
     "barrier": lambda group: group.barrier(),
 }
 
@@ -380,7 +380,7 @@ async def test_a_loss_heard_with_a_message_of_the_next_generation() -> None:
     links: Any = SimpleNamespace(by_rank={1: link})
     running = _running.Collectives(members, links, lambda link, error: trio.sleep_forever())
     with pytest.raises(mesh.RankLostError, match="dead"):
-        await running.run(0, barrier(0, 2))
+        await running.run(0, barrier(0, 2), False)
     assert link.pending == [message]
 
 
@@ -446,11 +446,11 @@ class TestContinue:
             log: list[Any] = []
             while True:
                 try:
-                    rank, data = await group.receive_any(tag=1)
+                    rank, data = await group.receive_from_any(tag=1)
                 except mesh.RankLostError as error:
                     assert error.rank == 2 and group.lost == {2: error.reason}
                     with pytest.raises(mesh.RankLostError):
-                        await group.send(2, b"")
+                        await group.send(b"", to=2)
                     with pytest.raises(mesh.RankLostError):
                         await group.barrier()
                     log.append("lost 2")
@@ -460,14 +460,14 @@ class TestContinue:
                     return log
                 else:
                     log.append((rank, data))
-                    await group.send(rank, b"go on", tag=2)
+                    await group.send(b"go on", to=rank, tag=2)
 
         async def worker(group: mesh.Group) -> None:
             for number in range(3):
                 if group.rank == 2 and group.generation == 0 and number == 2:
                     raise ValueError("dead")
-                await group.send(0, b"%d of %d" % (number, group.generation), tag=1)
-                assert await group.receive(0, tag=2) == b"go on"
+                await group.send(b"%d of %d" % (number, group.generation), to=0, tag=1)
+                assert await group.receive(source=0, tag=2) == b"go on"
             if group.rank != 2:
                 with trio.fail_after(10):
                     while group.generation == 0:
@@ -492,16 +492,16 @@ class TestContinue:
         ]  # fmt: skip
 
     async def test_lost_ranks_have_not_left(self, tmp_path: Path) -> None:
-        """``receive_any`` waits for a replacement, also when all others are lost."""
+        """``receive_from_any`` waits for a replacement, also when all others are lost."""
         ranks = Ranks(tmp_path, 3, "continue")
 
         async def server(group: mesh.Group) -> list[Any]:
             for rank in (1, 2):  # one leaves, the other one is lost
-                await group.send(rank, b"go")
+                await group.send(b"go", to=rank)
             with pytest.raises(mesh.RankLostError):
-                await group.receive_any()
+                await group.receive_from_any()
             with trio.move_on_after(0.3) as waits:
-                await group.receive_any()
+                await group.receive_from_any()
             assert waits.cancelled_caught
             with trio.move_on_after(0.01) as waits:
                 await group.wait_replaced(2)
@@ -509,16 +509,16 @@ class TestContinue:
             lost.set()
             await group.wait_replaced(2)
             assert group.generation == 1
-            found = [await group.receive_any()]
+            found = [await group.receive_from_any()]
             with pytest.raises(trio.EndOfChannel):
-                await group.receive_any()
+                await group.receive_from_any()
             return found
 
         async def worker(group: mesh.Group) -> None:
             if group.generation:
-                await group.send(0, b"new")
+                await group.send(b"new", to=0)
                 return
-            await group.receive(0)
+            await group.receive(source=0)
             if group.rank == 2:
                 raise ValueError("dead")
 
@@ -582,13 +582,13 @@ class TestContinue:
                     raise ValueError("dead")
                 if group.rank == 0:
                     with pytest.raises(mesh.RankLostError):
-                        await group.receive(3)
+                        await group.receive(source=3)
                     lost.set()
                     await group.wait_replaced(3)
                     for rank in (1, 2):
-                        await group.send(rank, b"go on")
+                        await group.send(b"go on", to=rank)
                 else:
-                    assert await group.receive(0) == b"go on"
+                    assert await group.receive(source=0) == b"go on"
             return await group.all_gather(b"%d" % group.rank)
 
         async def when_lost() -> None:
@@ -612,7 +612,7 @@ class TestContinue:
                     await (gave_up.wait() if gives_up else trio.sleep(0.3))
                     raise ValueError("dead")
                 with pytest.raises(mesh.RankLostError) as caught:  # also if another process has joined since
-                    await group.receive_any(tag=1)
+                    await group.receive_from_any(tag=1)
                 assert (caught.value.rank, caught.value.reason) == (2, "it left with ValueError('dead')")
                 if gives_up:
                     return await group.send_receive(b"", to=1 - group.rank, source=1 - group.rank)
@@ -671,7 +671,7 @@ class TestContinue:
                 if group.rank == 0:
                     with trio.move_on_after(0.3):  # rank 1 does not read: its window gets full
                         while True:
-                            await group.send(1, bytes(8000), tag=5)
+                            await group.send(bytes(8000), to=1, tag=5)
                     await group.broadcast(bytes(9000))  # the root does not wait
                     waits.set()
                 if group.rank == 2:
@@ -687,6 +687,106 @@ class TestContinue:
         lost, waits = trio.Event(), trio.Event()
         await ranks.run_and_replace(2, body, lost.wait)
         assert ranks.ends == {0: (None, b"go on"), 1: (None, b"go on"), 2: ([b"0", b"1", b"2"], b"go on")}
+
+    async def test_wait_lost_ends_a_ring(self, tmp_path: Path) -> None:
+        """Also at a rank that waits for one that lives; and again after the lost rank was replaced."""
+        ranks = Ranks(tmp_path, 4, "continue")
+
+        async def ring(group: mesh.Group) -> None:
+            right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+            while True:
+                await group.send_receive(bytes(100), to=right, source=left, tag=group.generation)
+
+        async def body(group: mesh.Group) -> list[tuple[int, str]]:
+            losses = []
+            if group.generation < 2 and group.rank == 2:
+                await lost_here.wait()
+                with trio.move_on_after(0.05):
+                    await ring(group)
+                raise ValueError("dead")
+            while group.generation < 2:
+                if group.rank == 0:
+                    lost_here.set()
+                try:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(group.wait_lost)
+                        await ring(group)
+                except* mesh.RankLostError as errors:
+                    error = errors.exceptions[0]
+                    assert isinstance(error, mesh.RankLostError)
+                    losses.append((error.rank, error.reason))
+                await group.wait_replaced(2)
+            return losses
+
+        async def three_times() -> None:
+            for _ in range(3):
+                await ranks.run(2, body)
+
+        lost_here = trio.Event()
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(three_times)
+                for rank in (0, 1, 3):
+                    nursery.start_soon(ranks.run, rank, body)
+        assert ranks.ends == {2: [], **dict.fromkeys((0, 1, 3), [(2, "it left with ValueError('dead')")] * 2)}
+
+    async def test_what_wait_lost_counts(self, tmp_path: Path) -> None:
+        """A rank that is lost when it is called, and any loss since, also when the rank was replaced meanwhile."""
+        ranks = Ranks(tmp_path, 3, "continue")
+
+        async def body(group: mesh.Group) -> None:
+            with trio.move_on_after(0.02) as scope:
+                await group.wait_lost()
+            assert scope.cancelled_caught  # also at the replacement
+            if group.generation == 0:
+                await ranks.meet(group)
+                if group.rank == 2:
+                    raise ValueError("dead")
+                with pytest.raises(mesh.RankLostError) as caught:
+                    await group.wait_lost()
+                assert caught.value.rank == 2
+                with pytest.raises(mesh.RankLostError), trio.testing.assert_checkpoints():
+                    await group.wait_lost()
+                lost.set()
+                await group.wait_replaced(2)
+                with trio.move_on_after(0.02) as scope:
+                    await group.wait_lost()
+                assert scope.cancelled_caught
+                if group.rank == 1:  # both at once: the task that waits runs only after them
+                    async with trio.open_nursery() as nursery:
+
+                        async def wait() -> None:
+                            with pytest.raises(mesh.RankLostError, match="again"):
+                                await group.wait_lost()
+
+                        nursery.start_soon(wait)
+                        await trio.testing.wait_all_tasks_blocked()
+                        members = group._members
+                        members.losses[2] = mesh.RankLostError(2, "again")
+                        members.changed.unpark_all()
+            await group.barrier()
+
+        lost = trio.Event()
+        await ranks.run_and_replace(2, body, lost.wait)
+        assert ranks.ends == {0: None, 1: None, 2: None}
+
+    async def test_wait_lost_when_the_group_ends(self, tmp_path: Path) -> None:
+        groups: list[mesh.Group] = []
+
+        async def body(group: mesh.Group) -> None:
+            groups.append(group)
+            await group.barrier()
+            if group.rank:
+                with pytest.raises(mesh.RankLostError) as caught:
+                    await group.wait_lost()
+                assert caught.value.rank == 0
+                return
+            raise ValueError("dead")
+
+        ends = await Ranks(tmp_path, 2, "continue").run_all(body)
+        assert isinstance(ends[1], mesh.RankLostError)
+        with pytest.raises(trio.ClosedResourceError):
+            await groups[0].wait_lost()
 
     async def test_the_loss_of_rank_0_ends_the_group(self, tmp_path: Path) -> None:
         async def body(group: mesh.Group) -> None:

@@ -337,6 +337,90 @@ def test_signals_end_it_although_nobody_reads(start: Start) -> None:
     assert launch.process.wait(timeout=TIMEOUT) == 128 + signal.SIGTERM
 
 
+# ---- restarts, and modules ----
+
+#: Each rank counts how often it was started. Rank 0 waits for the others.
+COUNTED = """
+    with open(f"{folder}/{rank}", "a") as file:
+        file.write("x")
+    times = os.stat(f"{folder}/{rank}").st_size
+    print("start", times)
+    if rank == "0":
+        wait_for_go()
+"""
+
+
+def test_a_rank_that_fails_is_started_again(start: Start) -> None:
+    text = """
+        if times < 3:
+            os.kill(os.getpid(), signal.SIGKILL) if times == 1 else sys.exit(3)
+        print(os.environ["TRIO_UCX_MEETING"])
+    """
+    program = COUNTED + "    if rank == '1':" + textwrap.indent(text, "    ")
+    launch = start(program, "--ranks", "3", "--restart", "2")
+    launch.read_until(lambda out: b"[1] start 3" in out)
+    launch.go()
+    status, out, err = launch.finish()
+    assert status == 0
+    assert sorted(line for line in out if "start" in line) == [
+        "[0] start 1", "[1] start 1", "[1] start 2", "[1] start 3", "[2] start 1"
+    ]  # fmt: skip
+    assert [line.partition(") ")[2] for line in err] == [
+        "was ended by SIGKILL; restart 1 of 2",
+        "ended with status 3; restart 2 of 2",
+    ]
+
+
+def test_restarts_are_counted_for_all_ranks(start: Start) -> None:
+    """The one after the last ends all, with its status."""
+    program = COUNTED + "    if rank != '0' and times == 1: sys.exit(5)\n    if times == 2 and rank == '1': sys.exit(6)"
+    launch = start(program, "--ranks", "3", "--restart", "2", "--grace", "0.1")
+    status, out, err = launch.finish()
+    assert status == 6 and err[-1].startswith("python -m trio_ucx mesh: rank 1 ")
+    assert sorted(out)[-3:] == ["[1] start 2", "[2] start 1", "[2] start 2"] and len(err) == 3
+
+
+@pytest.mark.parametrize("how", ["rank 0 fails", "rank 0 has ended", "a signal"])
+def test_what_is_not_started_again(start: Start, how: str) -> None:
+    program = COUNTED + "    print('pid', os.getpid())"
+    if how == "rank 0 fails":
+        program += "\n    if rank == '0': sys.exit(4)\n    time.sleep(1000)"
+    elif how == "rank 0 has ended":
+        program += (
+            "\n    if rank == '0':\n        print('end', os.getpid())\n        sys.exit(0)"
+            "\n    while not os.path.exists(f'{folder}/late'):\n        time.sleep(0.01)\n    sys.exit(4)"
+        )
+    else:
+        program += "\n    time.sleep(1000)"
+    launch = start(program, "--ranks", "2", "--restart", "9", "--grace", "0.1")
+    launch.go()
+    pids = launch.pids(2)
+    if how == "rank 0 has ended":
+        launch.read_until(lambda out: b"end " in out)
+        assert_gone([int(launch.out.partition(b"end ")[2].split()[0])])
+        (launch.folder / "late").touch()
+    elif how == "a signal":
+        launch.process.send_signal(signal.SIGTERM)
+    status, out, err = launch.finish()
+    assert status == (143 if how == "a signal" else 4)
+    assert out.count("[1] start 1") + out.count("[0] start 1") == 2 and not any("start 2" in line for line in out)
+    assert not any("restart" in line for line in err)
+    assert_gone(pids)
+
+
+def test_a_module(tmp_path: Path) -> None:
+    package = tmp_path / "some_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "program.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    done = subprocess.run(
+        [sys.executable, "-m", "trio_ucx", "mesh", "--ranks", "2", "-m", "some_package.program", "-m", "x"],
+        capture_output=True, text=True, timeout=TIMEOUT, check=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] __main__ ['-m', 'x']" for rank in (0, 1)]
+
+
 # ---- wrong arguments ----
 
 
@@ -348,6 +432,11 @@ def test_signals_end_it_although_nobody_reads(start: Start) -> None:
         (["--grace", "-1", "x.py"], "is not a number of seconds"),
         (["--grace", "nan", "x.py"], "'nan' is not a number of seconds"),
         (["/nonexistent/x.py"], "there is no program /nonexistent/x.py"),
+        (["--restart", "-1", "x.py"], "'-1' is not a number of restarts"),
+        (["--restart", "x.py"], "'x.py' is not a number of restarts"),
+        (["-m", "no_such_module.at_all"], "there is no module no_such_module.at_all"),
+        (["-m", ".relative"], "there is no module .relative"),
+        (["-m"], "the following arguments are required: PROGRAM"),
         ([], "the following arguments are required: PROGRAM"),
     ],
 )

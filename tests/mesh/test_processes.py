@@ -41,7 +41,7 @@ async def main(victim, what):
         if group.rank % 2:
             await group.barrier()
         else:
-            await group.receive(rank)
+            await group.receive(source=rank)
 
 def say(**what):
     os.write(1, json.dumps(what).encode() + b"\\n")
@@ -72,6 +72,44 @@ def test_a_dead_process_is_named_by_all(tmp_path: Path, program: Path, victim: i
             group[rank].finish()
         ends = {rank: said(group, rank)[-1] for rank in range(4) if rank != victim}
     assert {(end["lost"], end["reason"]) for end in ends.values()} == {(victim, "its process has ended")}
+
+
+#: A ring that goes on until a rank is lost; rank 1 kills itself.
+RING = """
+import os, time
+import trio
+from trio_ucx import mesh
+
+async def main():
+    async with mesh.join(timeout=40, on_loss="continue") as group:
+        right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        await group.barrier()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(group.wait_lost)
+                for step in range(10**9):
+                    if (group.rank, step) == (1, 100):
+                        print(time.monotonic(), flush=True)
+                        os.kill(os.getpid(), 9)
+                    await group.send_receive(b"token", to=right, source=left)
+        except* mesh.RankLostError as errors:
+            print(time.monotonic(), errors.exceptions[0])
+
+trio.run(main)
+"""
+
+
+def test_a_ring_ends_when_a_rank_is_killed(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(RING)
+    with ranks(4, tmp_path, program) as group:
+        assert group[1].finish() == -9
+        killed = float(group[1].output)
+        for rank in (0, 2, 3):
+            assert (group[rank].finish(), group[rank].errors) == (0, ""), f"rank {rank}, {group[rank]}"
+            at, _, what = group[rank].output.partition(" ")
+            assert what == "rank 1 was lost: its process has ended\n"
+            assert 0 < float(at) - killed < 1
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import math
 import os
 import secrets
@@ -42,7 +43,8 @@ def add_command(commands: Any) -> None:
         "mesh",
         help="start the ranks of a mesh on this machine",
         description="Starts a Python program several times, for trio_ucx.mesh.join(). Each line of output gets the "
-        "rank as a prefix. When a rank fails, the others end, too, and its exit status is returned.",
+        "rank as a prefix. When a rank fails and is not started again, the others end, too, and its exit status is "
+        "returned.",
     )
     parser.add_argument(
         "--ranks", type=_parse_ranks, metavar="N", help="number of processes (default: the number of CPUs)"
@@ -55,11 +57,24 @@ def add_command(commands: Any) -> None:
         help="seconds that the other ranks have to end by themselves when one has failed, or after Ctrl-C "
         f"(default {GRACE:g}); then they get SIGTERM, and {AFTER_SIGTERM:g} seconds later SIGKILL",
     )
+    parser.add_argument(
+        "--restart",
+        type=_parse_restarts,
+        default=0,
+        metavar="N",
+        help="start a rank again when it has failed, at most N times in all (default 0), but not rank 0, whose loss "
+        'ends the group. The program needs join(on_loss="continue")',
+    )
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="PROGRAM is the name of a module, as for python -m"
+    )
     parser.add_argument("program", metavar="PROGRAM", help="a Python program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its arguments")
 
     def run(arguments: argparse.Namespace) -> int:
-        if not Path(arguments.program).exists():
+        if arguments.module and not _has_module(arguments.program):
+            parser.error(f"there is no module {arguments.program}")
+        if not arguments.module and not Path(arguments.program).exists():
             parser.error(f"there is no program {arguments.program}")
         return trio.run(run_ranks, arguments)
 
@@ -72,6 +87,18 @@ def _parse_ranks(text: str) -> int:
     return int(text)
 
 
+def _has_module(name: str) -> bool:
+    """False if there is no such module for certain. Nothing is imported, so only its package is looked for."""
+    package = name.partition(".")[0]
+    return bool(package) and importlib.util.find_spec(package) is not None
+
+
+def _parse_restarts(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts")
+    return int(text)
+
+
 def _parse_grace(text: str) -> float:
     with suppress(ValueError):
         if 0 <= (seconds := float(text)) <= 10**6:
@@ -80,14 +107,17 @@ def _parse_grace(text: str) -> float:
 
 
 async def run_ranks(arguments: argparse.Namespace) -> int:
-    """Starts all ranks, and waits until they have ended; returns the exit status of the first that has failed, or 0."""
+    """Starts all ranks, and waits until they have ended; returns the exit status of the first that has failed, or 0.
+
+    A rank that failed and was started again has not failed.
+    """
     size: int = arguments.ranks or len(os.sched_getaffinity(0))
-    command = [sys.executable, arguments.program, *arguments.arguments]
-    ranks = Ranks(arguments.grace)
+    command = [sys.executable, *(["-m"] if arguments.module else []), arguments.program, *arguments.arguments]
+    ranks = Ranks(command, arguments.grace, arguments.prog, arguments.restart)
     with tempfile.TemporaryDirectory(prefix="trio_ucx-mesh-") as folder, trio.open_signal_receiver(*_PASSED_ON) as got:
         with ranks.ended_with_block():
             for rank, environment in enumerate(environments(size, Path(folder) / "address")):
-                ranks.start(rank, command, environment)
+                ranks.start(rank, environment)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(ranks.pass_on, got, nursery.cancel_scope)
                 nursery.start_soon(ranks.end_others)
@@ -123,6 +153,7 @@ class Rank:
     """
 
     number: int
+    environment: Mapping[str, str]
     process: subprocess.Popen[bytes]
     pidfd: int
     status: int | None = None
@@ -159,9 +190,17 @@ class Rank:
 
 @attrs.define(eq=False)
 class Ranks:
-    """All ranks, and how they end."""
+    """All ranks, and how they end.
 
+    Attributes:
+        restarts: how many times a rank may be started again, and how often one was.
+    """
+
+    command: Sequence[str]
     grace: float
+    prog: str
+    restarts: int
+    restarted: int = 0
     ranks: list[Rank] = attrs.field(factory=list)
     #: The first rank that has failed.
     failed: Rank | None = None
@@ -186,10 +225,10 @@ class Ranks:
                     assert pipe is not None
                     pipe.close()
 
-    def start(self, number: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def start(self, number: int, environment: Mapping[str, str]) -> Rank:
         # Not by Trio, which starts processes in a thread: PR_SET_PDEATHSIG is about the end of the parent's thread.
         process = subprocess.Popen(
-            command,
+            self.command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -198,7 +237,9 @@ class Ranks:
             process_group=0,
             preexec_fn=partial(_die_with_parent, os.getpid()),
         )
-        self.ranks.append(Rank(number, process, os.pidfd_open(process.pid)))
+        rank = Rank(number, environment, process, os.pidfd_open(process.pid))
+        self.ranks.append(rank)
+        return rank
 
     def signal(self, number: int) -> None:
         for rank in self.ranks:
@@ -208,9 +249,9 @@ class Ranks:
         """Waits until all ranks have ended, and writes their output."""
         async with trio.open_nursery() as nursery:
             for rank in self.ranks:
-                nursery.start_soon(self._attend, rank)
+                nursery.start_soon(self._attend, rank, nursery)
 
-    async def _attend(self, rank: Rank) -> None:
+    async def _attend(self, rank: Rank, of_all: trio.Nursery) -> None:
         outputs = [
             (Output(trio.lowlevel.FdStream(os.dup(pipe.fileno()))), target.fileno())
             for pipe, target in ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr))
@@ -224,14 +265,27 @@ class Ranks:
             for output, _ in outputs:
                 output.rank_has_ended()
             if rank.status != 0:
-                self.failed = self.failed or rank
-                self.ending.set()
+                self._failed(rank, of_all)
+
+    def _failed(self, rank: Rank, of_all: trio.Nursery) -> None:
+        """A rank has failed: it is started again, or all others are to end. A rank can join again while rank 0 runs."""
+        if self.restarted < self.restarts and not self.ending.is_set() and self.ranks[0].status is None:
+            self.restarted += 1
+            line = f"{self.prog}: {rank.ending}; restart {self.restarted} of {self.restarts}\n"
+            of_all.start_soon(self._write, sys.stderr.fileno(), line.encode())
+            of_all.start_soon(self._attend, self.start(rank.number, rank.environment), of_all)
+        else:
+            self.failed = self.failed or rank
+            self.ending.set()
 
     async def _copy(self, number: int, output: Output, target: int) -> None:
         async with output.stream:
             async for lines in output.lines(b"[%d] " % number):
-                async with self.writing:
-                    await trio.to_thread.run_sync(_write, target, lines, abandon_on_cancel=True)
+                await self._write(target, lines)
+
+    async def _write(self, target: int, data: bytes) -> None:
+        async with self.writing:
+            await trio.to_thread.run_sync(_write, target, data, abandon_on_cancel=True)
 
     async def pass_on(self, signals: AsyncIterator[int], everything: trio.CancelScope) -> None:
         """Passes the first signal on to all ranks, which are to end then. The second one ends everything at once."""

@@ -1,8 +1,8 @@
 """Groups of processes that an existing launcher has started: they find each other, and talk.
 
     async with mesh.join() as group:
-        await group.send(3, data, tag=7)
-        rank, data = await group.receive_any(tag=7)
+        await group.send(data, to=3, tag=7)
+        rank, data = await group.receive_from_any(tag=7)
         await group.barrier()
 
 Nothing here starts, places or restarts processes: that is the launcher's.

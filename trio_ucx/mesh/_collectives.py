@@ -1,7 +1,8 @@
 """Collective operations: what each rank sends to whom, and receives from whom, without I/O.
 
 Each is a generator. It yields :class:`Post`, which does not wait, and :class:`Take`, which gives it a message. When the
-task that has called it was cancelled, another task can therefore continue it.
+task that has called it was cancelled, another task can therefore continue it. One that yields :class:`Use` runs in
+another task from its beginning.
 
 ========== =============================== ======================
 operation  algorithm                       rounds for *n* ranks
@@ -9,18 +10,23 @@ operation  algorithm                       rounds for *n* ranks
 barrier    dissemination                   ceil(log2 n)
 broadcast  binomial tree                   ceil(log2 n)
 gather     binomial tree                   ceil(log2 n)
+scatter    binomial tree                   ceil(log2 n)
 all_gather Bruck                           ceil(log2 n)
 ========== =============================== ======================
+
+:mod:`trio_ucx.mesh._reductions` has those that compute.
 """
 
 from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import attrs
+
+from .. import Connection
 
 
 @attrs.define
@@ -38,7 +44,32 @@ class Take:
     rank: int
 
 
-Steps = Generator[Post | Take, bytes, Any]
+@attrs.define
+class Use:
+    """A call of an async function with the connection to a rank; gives what it returns."""
+
+    rank: int
+    function: Callable[[Connection], Awaitable[Any]]
+
+
+Steps = Generator[Post | Take | Use, Any, Any]
+
+
+# ---- the binomial tree ----
+
+
+def children(rank: int, size: int, root: int) -> Iterator[int]:
+    """Returns the ranks from which a rank collects: each has collected from those between it and the next one."""
+    place, bit = (rank - root) % size, 1
+    while place + bit < size and not place & bit:
+        yield (rank + bit) % size
+        bit *= 2
+
+
+def parent(rank: int, size: int, root: int) -> int:
+    """Returns the rank that collects from a rank other than the root."""
+    place = (rank - root) % size
+    return (rank - (place & -place)) % size
 
 
 def barrier(rank: int, size: int) -> Steps:
@@ -51,32 +82,34 @@ def barrier(rank: int, size: int) -> Steps:
 
 
 def broadcast(rank: int, size: int, data: bytes, root: int) -> Steps:
-    place = (rank - root) % size  # in the tree
-    bit = 1
-    while bit < size and not place & bit:
-        bit *= 2
-    if place:
-        data = yield Take((rank - bit) % size)
-    while bit > 1:
-        bit //= 2
-        if place + bit < size:
-            yield Post((rank + bit) % size, data)
+    if rank != root:
+        data = yield Take(parent(rank, size, root))
+    for child in reversed(list(children(rank, size, root))):
+        yield Post(child, data)
     return data
 
 
 def gather(rank: int, size: int, part: bytes, root: int) -> Steps:
     """Returns the parts by rank at the root, and None elsewhere."""
-    place = (rank - root) % size
     parts = [part]  # of this rank, and of those that follow it in the tree
-    bit = 1
-    while bit < size and not place & bit:
-        if place + bit < size:
-            parts += unpack((yield Take((rank + bit) % size)))
-        bit *= 2
-    if place:
-        yield Post((rank - bit) % size, pack(parts))
+    for child in children(rank, size, root):
+        parts += unpack((yield Take(child)))
+    if rank != root:
+        yield Post(parent(rank, size, root), pack(parts))
         return None
     return [parts[(one - root) % size] for one in range(size)]
+
+
+def scatter(rank: int, size: int, parts: list[bytes], root: int) -> Steps:
+    """Returns this rank's part of what the root has."""
+    parts = parts[root:] + parts[:root]
+    if rank != root:
+        parts = unpack((yield Take(parent(rank, size, root))))  # of this rank, and of those that follow it in the tree
+    for child in reversed(list(children(rank, size, root))):
+        first = (child - rank) % size
+        yield Post(child, pack(parts[first:]))
+        del parts[first:]
+    return parts[0]
 
 
 def all_gather(rank: int, size: int, part: bytes) -> Steps:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import trio
 from trio.lowlevel import enable_ki_protection
@@ -18,6 +18,7 @@ from .._util.arguments import check_integer
 from .._util.handles import OpenedNotConstructed
 from ..ucp._internal_api import Signal
 from . import _collectives as collectives
+from . import _reductions as reductions
 from ._errors import RankLostError, again
 from ._links import GONE, Links, RankConnection, has_left
 from ._meeting import VERDICT, Coordinator, Follower, why
@@ -41,10 +42,10 @@ class Group(metaclass=OpenedNotConstructed):
         self._links = links
         self._centre = centre
         self._collectives = Collectives(members, links, self._explain)
-        #: Losses that :meth:`receive_any` has not raised yet.
+        #: Losses that :meth:`receive_from_any` has not raised yet.
         self._unreported: list[RankLostError] = []
         self._reported: RankLostError | None = None
-        #: The rank from which :meth:`receive_any` has received last.
+        #: The rank from which :meth:`receive_from_any` has received last.
         self._served = -1
         self._waiters: set[Signal] = set()
         members.on_change.append(self._member_changed)
@@ -164,7 +165,7 @@ class Group(metaclass=OpenedNotConstructed):
         return link.connection
 
     @enable_ki_protection
-    async def send(self, rank: int, data: Buffer, *, tag: int = 0) -> None:
+    async def send(self, data: Buffer, *, to: int, tag: int = 0) -> None:
         """Sends one message to a rank; see :meth:`trio_ucx.Connection.send`.
 
         Cancellation: as :meth:`trio_ucx.Connection.send`.
@@ -173,10 +174,10 @@ class Group(metaclass=OpenedNotConstructed):
             RankLostError, trio.ClosedResourceError: as :meth:`connection`.
             TypeError, ValueError, RuntimeError, MemoryError: as :meth:`trio_ucx.Connection.send`.
         """
-        await self._use(rank, lambda connection: connection.send(data, tag=tag))
+        await self._use(to, lambda connection: connection.send(data, tag=tag))
 
     @enable_ki_protection
-    async def receive(self, rank: int, *, tag: int = 0, max_size: int | None = None) -> bytes:
+    async def receive(self, *, source: int, tag: int = 0, max_size: int | None = None) -> bytes:
         """Receives the next message of a rank; see :meth:`trio_ucx.Connection.receive`.
 
         What a rank has sent before it left can still be received.
@@ -187,10 +188,10 @@ class Group(metaclass=OpenedNotConstructed):
             RankLostError, trio.ClosedResourceError: as :meth:`connection`.
             MessageTooLong, MemoryError, TypeError, ValueError: as :meth:`trio_ucx.Connection.receive`.
         """
-        return await self._use(rank, lambda connection: connection.receive(tag=tag, max_size=max_size))
+        return await self._use(source, lambda connection: connection.receive(tag=tag, max_size=max_size))
 
     @enable_ki_protection
-    async def receive_into(self, rank: int, buffer: WritableBuffer, *, tag: int = 0) -> int:
+    async def receive_into(self, buffer: WritableBuffer, *, source: int, tag: int = 0) -> int:
         """Receives the next message of a rank into a buffer; see :meth:`trio_ucx.Connection.receive_into`.
 
         Cancellation: as :meth:`trio_ucx.Connection.receive_into`.
@@ -199,7 +200,7 @@ class Group(metaclass=OpenedNotConstructed):
             RankLostError, trio.ClosedResourceError: as :meth:`connection`.
             MessageTooLong, RuntimeError, TypeError, ValueError: as :meth:`trio_ucx.Connection.receive_into`.
         """
-        return await self._use(rank, lambda connection: connection.receive_into(buffer, tag=tag))
+        return await self._use(source, lambda connection: connection.receive_into(buffer, tag=tag))
 
     @enable_ki_protection
     async def send_receive(
@@ -237,9 +238,9 @@ class Group(metaclass=OpenedNotConstructed):
         async def receive(rank: int) -> None:
             nonlocal received
             if into is None:
-                received = await self.receive(rank, tag=tag)
+                received = await self.receive(source=rank, tag=tag)
             else:
-                received = await self.receive_into(rank, into, tag=tag)
+                received = await self.receive_into(into, source=rank, tag=tag)
 
         async def sent_at_once(connection: Connection) -> bool:
             try:
@@ -257,14 +258,14 @@ class Group(metaclass=OpenedNotConstructed):
             assert source is not None
             await receive(source)
         elif source is None:
-            await self.send(to, data, tag=tag)
+            await self.send(data, to=to, tag=tag)
         elif _is_small(data) and await self._use(to, sent_at_once):
             await receive(source)
         else:
             error: Exception | None = None  # raised outside: in `except*`, Python before 3.11.4 makes a group of it
             try:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(partial(self.send, to, data, tag=tag))
+                    nursery.start_soon(partial(self.send, data, to=to, tag=tag))
                     await receive(source)
             except* Exception as group:
                 error = group.exceptions[0]
@@ -273,7 +274,7 @@ class Group(metaclass=OpenedNotConstructed):
         return received
 
     @enable_ki_protection
-    async def receive_any(self, *, tag: int = 0, max_size: int | None = None) -> tuple[int, bytes]:
+    async def receive_from_any(self, *, tag: int = 0, max_size: int | None = None) -> tuple[int, bytes]:
         """Receives the next message that any other rank sends with this tag. Returns the rank and the message.
 
         Ranks that have sent something take turns.
@@ -296,7 +297,7 @@ class Group(metaclass=OpenedNotConstructed):
             link = self._next_ready(tag)
             if link is not None:
                 self._served = link.rank
-                return link.rank, await self.receive(link.rank, tag=tag, max_size=max_size)
+                return link.rank, await self.receive(source=link.rank, tag=tag, max_size=max_size)
             await self._wait_any(tag)
 
     def _next_ready(self, tag: int) -> RankConnection | None:
@@ -305,7 +306,7 @@ class Group(metaclass=OpenedNotConstructed):
         return min(later or ready, key=lambda link: link.rank, default=None)
 
     async def _wait_any(self, tag: int) -> None:
-        """Waits until something has changed that a :meth:`receive_any` must look at.
+        """Waits until something has changed that a :meth:`receive_from_any` must look at.
 
         Raises:
             RankLostError, trio.EndOfChannel: see there.
@@ -333,6 +334,31 @@ class Group(metaclass=OpenedNotConstructed):
                 stack.enter_context(link.watching(tag, signal))
                 wait = partial(link.connection.worker._engine.waiting.wait, signal)  # it polls before it parks
             await wait()
+
+    @enable_ki_protection
+    async def wait_lost(self) -> NoReturn:
+        """Waits until a rank is lost, and raises that. It never returns.
+
+        With ``on_loss="continue"`` a loss interrupts only operations with the lost rank, and collective operations. A
+        rank that waits for another one, which waits for the lost one, would wait for ever. This task beside it, in
+        the same nursery, ends both.
+
+        Cancellation: it has no effect.
+
+        Raises:
+            RankLostError: a rank is lost that has not been replaced; or one is lost after this was called.
+            trio.ClosedResourceError: this rank has left the group.
+        """
+        members = self._members
+        before = dict(members.losses)
+        await trio.lowlevel.checkpoint()
+        while True:
+            self._check()
+            error = members.any_error()
+            new = [loss for rank, loss in members.losses.items() if loss is not before.get(rank)]
+            if error is not None or new:
+                raise error or again(new[0])
+            await members.changed.park()
 
     @enable_ki_protection
     async def wait_replaced(self, rank: int) -> None:
@@ -442,9 +468,108 @@ class Group(metaclass=OpenedNotConstructed):
             await self._run("all_gather", collectives.all_gather(self.rank, self.size, value))
         )
 
-    async def _run(self, kind: str, steps: collectives.Steps) -> Any:
+    @enable_ki_protection
+    async def scatter(self, parts: Sequence[Any] | None = None, *, root: int = 0) -> Any:
+        """Gives each rank one value of a list that one rank has (a binomial tree).
+
+        Args:
+            parts: at the root: the values by rank, each as for :meth:`broadcast`. They may differ in length, shape and
+                dtype.
+            root: the rank that has them.
+
+        Returns:
+            This rank's value, at the root as well.
+
+        Cancellation: as for :meth:`barrier`; the values are passed on in the background.
+
+        Raises:
+            TypeError, ValueError: wrong parts or root; not as many parts as ranks.
+            Exception: as for :meth:`broadcast`.
+        """
+        root = check_integer(root, "root", 0, self.size - 1)
+        values: list[bytes] = []
+        if self.rank == root:
+            values = [collectives.encode_value(part) for part in (() if parts is None else parts)]
+            if len(values) != self.size:
+                raise ValueError(f"scatter needs a value for each of the {self.size} ranks, not {len(values)}")
+        return collectives.decode_value(
+            await self._run("scatter", collectives.scatter(self.rank, self.size, values, root))
+        )
+
+    @enable_ki_protection
+    async def reduce(
+        self,
+        array: Any,
+        op: Literal["sum", "min", "max", "prod"] | Callable[[Any, Any], Any],
+        *,
+        root: int = 0,
+        out: Any = None,
+    ) -> Any:
+        """Combines the arrays of all ranks at one rank, element by element (a binomial tree).
+
+        Args:
+            array: a NumPy array, or a number. It must have the same shape and dtype on all ranks.
+            op: ``"sum"``, ``"min"``, ``"max"``, ``"prod"``; or a function of two arrays, which returns a new one of the
+                same shape and dtype. It must be associative and commutative, and is called with parts of the arrays,
+                in one dimension. It must be the same on all ranks.
+            root: the rank that gets the result.
+            out: at the root: a C-contiguous array of the same shape and dtype for the result, which may be ``array``.
+
+        Returns:
+            At the root, ``out`` or a new array; None elsewhere. It has the shape and dtype of ``array``: sums of
+            integers can overflow, and the sum of bools is their "or".
+
+        Cancellation: as for :meth:`barrier`. Until this rank's next collective operation begins, ``array`` and
+        ``out`` must not be used.
+
+        Raises:
+            RankLostError: as for :meth:`barrier`. The content of ``out`` is undefined then, and a transfer into it may
+                still go on.
+            ValueError: the arrays or operations of the ranks differ; all ranks raise this. A wrong op, root or out.
+            TypeError: wrong arguments, or an ``op`` that does not take this dtype.
+            RuntimeError: another rank is in another operation; or the worker has no features for remote memory, which
+                arrays of 256 KiB and more need.
+            Exception: what the function ``op`` raises; MemoryError, UCXError, OSError: another rank's array cannot be
+                read. This rank has not done its part then; see :meth:`broadcast`.
+            trio.BusyResourceError, trio.ClosedResourceError: as for :meth:`barrier`.
+        """
+        root = check_integer(root, "root", 0, self.size - 1)
+        job = reductions.Reduction.create(array, op, out if self.rank == root else None)
+        return await self._reduce("reduce", job, reductions.reduce(self.rank, self.size, job, root))
+
+    @enable_ki_protection
+    async def all_reduce(
+        self, array: Any, op: Literal["sum", "min", "max", "prod"] | Callable[[Any, Any], Any], *, out: Any = None
+    ) -> Any:
+        """Combines the arrays of all ranks, element by element, and gives all ranks the result.
+
+        Arrays of less than 256 KiB go up and down a binomial tree. Larger ones go around a ring, where each rank reads
+        about twice the size of the array from its left neighbour, however many ranks there are.
+
+        Args:
+            array, op: as for :meth:`reduce`.
+            out: as for :meth:`reduce`, at all ranks.
+
+        Returns:
+            ``out`` or a new array, the same to the last bit on all ranks; see :meth:`reduce`.
+
+        Cancellation: as for :meth:`reduce`.
+
+        Raises:
+            Exception: as for :meth:`reduce`.
+        """
+        job = reductions.Reduction.create(array, op, out)
+        return await self._reduce("all_reduce", job, reductions.all_reduce(self.rank, self.size, job))
+
+    async def _reduce(self, kind: str, job: reductions.Reduction, steps: collectives.Steps) -> Any:
+        found = await self._run(kind, steps, in_background=not job.small)
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    async def _run(self, kind: str, steps: collectives.Steps, *, in_background: bool = False) -> Any:
         self._check()
-        return await self._collectives.run(KINDS.index(kind), steps)
+        return await self._collectives.run(KINDS.index(kind), steps, in_background)
 
 
 def _is_small(data: Any) -> bool:

@@ -299,7 +299,10 @@ class Coordinator:
 
     async def leave_with(self, error: str) -> None:
         """Rank 0 leaves with an error, or because the group has ended: the others are told why."""
-        self.lose(0, f"it left with {error}")
+        reason = f"it left with {error}"
+        self._members.lose(0, reason)
+        if error:  # otherwise they know already
+            self._tell(Lost(0, reason))
         async with trio.open_nursery() as nursery:
             for channel in list(self._controls.values()):
                 nursery.start_soon(close, channel)

@@ -12,15 +12,16 @@ import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from .. import MessageTooLong
+from .. import UCXError
 from ._collectives import Post, Steps, Take
 from ._errors import RankLostError
 from ._links import GONE, Links, RankConnection
+from ._meeting import VERDICT
 from ._members import Members
 
 #: What each message begins with: the group's generation, the number of the operation in it, and its kind.
 _HEAD = struct.Struct("<IIB")
-KINDS = ("barrier", "broadcast", "gather", "all_gather")
+KINDS = ("barrier", "broadcast", "gather", "all_gather", "scatter", "reduce", "all_reduce")
 #: Seconds after which a line in the log says that leaving waits.
 _LONG = 10.0
 
@@ -38,6 +39,7 @@ class _Call:
     number: int = 0
     step: Any = None
     over: bool = False
+    out_of_step: bool = False
     value: Any = None
     error: Exception | None = None
 
@@ -45,7 +47,7 @@ class _Call:
         if self.error is not None:
             raise self.error
 
-    def advance(self, answer: bytes | None) -> None:
+    def advance(self, answer: Any) -> None:
         try:
             self.step = next(self.steps) if answer is None else self.steps.send(answer)
         except StopIteration as end:
@@ -109,8 +111,12 @@ class Collectives:
             if scope is not None:
                 scope.cancel()
 
-    async def run(self, kind: int, steps: Steps) -> Any:
-        """Runs a collective operation. If the task is cancelled, the rest of it is done in the background."""
+    async def run(self, kind: int, steps: Steps, in_background: bool) -> Any:
+        """Runs a collective operation. If the task is cancelled, the rest of it is done in the background.
+
+        Args:
+            in_background: do all of it there: a step that was interrupted cannot be repeated.
+        """
         if self._current is not None:
             raise trio.BusyResourceError(
                 "another task runs a collective operation: all ranks must call them in one order"
@@ -120,7 +126,9 @@ class Collectives:
             raise error
         call = self._current = _Call(kind, steps)
         try:
-            if self._background:
+            if self._background or in_background:
+                if not self._background:
+                    self._links.nursery.start_soon(self._go_on)
                 self._background.append(call)
                 while call in self._background:
                     await self._progress.park()
@@ -133,6 +141,8 @@ class Collectives:
             raise
         finally:
             self._current = None
+            if call not in self._background:
+                call.steps.close()
         call.raise_error()
         return call.value
 
@@ -161,11 +171,13 @@ class Collectives:
                 call = self._background[0]
                 try:
                     await self._run(call)
-                except (RankLostError, RuntimeError, trio.ClosedResourceError) as error:
+                except Exception as error:
                     call.error = error  # if nobody waits for it, the next operation of this rank finds that out
-                except (MessageTooLong, MemoryError) as error:
-                    call.error = error
-                    self._give_up(f"a cancelled {KINDS[call.kind]}", error)
+                    known = call.out_of_step or isinstance(error, (RankLostError, trio.ClosedResourceError))
+                    if call is not self._current and not known:
+                        self._give_up(f"a cancelled {KINDS[call.kind]}", error)
+                finally:
+                    call.steps.close()
                 self._background.popleft()
                 self._progress.unpark_all()
         finally:
@@ -193,9 +205,11 @@ class Collectives:
                 if isinstance(call.step, Post):
                     self._post(link, _HEAD.pack(call.generation, call.number, call.kind) + call.step.data)
                     call.advance(None)
-                else:
+                elif isinstance(call.step, Take):
                     call.advance(await self._take(link, call))
                     received = True
+                else:
+                    call.advance(await self._use(link, call))
             except GONE as error:
                 raise await self._wait(call, self._explain, link, error) from error
         return received
@@ -210,6 +224,14 @@ class Collectives:
                 self._scope = None
         assert call.error is not None
         raise call.error
+
+    async def _use(self, link: RankConnection, call: _Call) -> Any:
+        try:
+            return await self._wait(call, call.step.function, link.connection)
+        except UCXError:  # the other rank has closed its memory, perhaps because it has heard of a loss already
+            with trio.move_on_after(VERDICT):
+                await self._wait(call, trio.sleep_forever)
+            raise
 
     async def _begin(self, call: _Call) -> None:
         while self._behind:
@@ -267,6 +289,7 @@ class Collectives:
             elif generation == call.generation:
                 if (number, kind) != (call.number, call.kind):
                     link.pending.insert(0, message)
+                    call.out_of_step = True
                     raise RuntimeError(
                         f"rank {link.rank} is in collective operation {number}, {KINDS[kind]}, but this rank is in "
                         f"{call.number}, {KINDS[call.kind]}: all ranks must call the same operations in the same order"
