@@ -309,6 +309,29 @@ async def test_arrays_keep_shape_and_dtype(tmp_path: Path, array: np.ndarray[Any
             assert got.flags.writeable
 
 
+async def test_arrays_between_ranks(tmp_path: Path) -> None:
+    async def body(group: mesh.Group) -> Any:
+        other = 1 - group.rank
+        for size in (3, 300_000):
+            sent = np.arange(size).reshape(-1, 3) + group.rank
+            out = np.zeros_like(sent)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(partial(group.send_array, sent, to=other, tag=2))
+                assert await group.receive_array(source=other, tag=2, out=out) is out
+            assert (out == sent - group.rank + other).all()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(partial(group.send_arrays, {"a": sent}, to=other))
+                got = await group.receive_arrays(source=other)
+            assert (got["a"] == out).all()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(partial(group.send, bytes(size), to=other))
+                with pytest.raises(trio_ucx.UnexpectedMessage):
+                    await group.receive_array(source=other)
+                assert await group.receive_into(bytearray(size), source=other, exact=True) == size
+
+    await run_ranks(tmp_path, 2, body)
+
+
 async def test_large_values(tmp_path: Path) -> None:
     """More than the window holds: such messages go when the peer receives."""
     value = bytes(range(256)) * 2**13

@@ -191,7 +191,7 @@ class Group(metaclass=OpenedNotConstructed):
         return await self._use(source, lambda connection: connection.receive(tag=tag, max_size=max_size))
 
     @enable_ki_protection
-    async def receive_into(self, buffer: WritableBuffer, *, source: int, tag: int = 0) -> int:
+    async def receive_into(self, buffer: WritableBuffer, *, source: int, tag: int = 0, exact: bool = False) -> int:
         """Receives the next message of a rank into a buffer; see :meth:`trio_ucx.Connection.receive_into`.
 
         Cancellation: as :meth:`trio_ucx.Connection.receive_into`.
@@ -200,7 +200,70 @@ class Group(metaclass=OpenedNotConstructed):
             RankLostError, trio.ClosedResourceError: as :meth:`connection`.
             MessageTooLong, RuntimeError, TypeError, ValueError: as :meth:`trio_ucx.Connection.receive_into`.
         """
-        return await self._use(source, lambda connection: connection.receive_into(buffer, tag=tag))
+        return await self._use(source, lambda connection: connection.receive_into(buffer, tag=tag, exact=exact))
+
+    @enable_ki_protection
+    async def send_array(self, array: Any, *, to: int, tag: int = 0) -> None:
+        """Sends an array to a rank; see :meth:`trio_ucx.Connection.send_array`.
+
+        Cancellation: as :meth:`trio_ucx.Connection.send`.
+
+        Raises:
+            RankLostError, trio.ClosedResourceError: as :meth:`connection`.
+            TypeError, ValueError, RuntimeError, MemoryError: as :meth:`trio_ucx.Connection.send_array`.
+        """
+        await self._use(to, lambda connection: connection.send_array(array, tag=tag))
+
+    @enable_ki_protection
+    async def receive_array(
+        self, *, source: int, tag: int = 0, out: Any = None, allocate: Callable[[int], Any] | None = None
+    ) -> Any:
+        """Receives the next message of a rank, which has one array; see :meth:`trio_ucx.Connection.receive_array`.
+
+        Cancellation: as :meth:`trio_ucx.Connection.receive_array`.
+
+        Raises:
+            RankLostError, trio.ClosedResourceError: as :meth:`connection`.
+            UnexpectedMessage, MessageTooLong, MemoryError: as :meth:`trio_ucx.Connection.receive_array`.
+            TypeError, ValueError, ImportError, RuntimeError: as :meth:`trio_ucx.Connection.receive_array`.
+        """
+        return await self._use(source, lambda connection: connection.receive_array(tag=tag, out=out, allocate=allocate))
+
+    @enable_ki_protection
+    async def send_arrays(self, arrays: Mapping[str, Any] | Sequence[Any], *, to: int, tag: int = 0) -> None:
+        """Sends a list or a dict of arrays to a rank; see :meth:`trio_ucx.Connection.send_arrays`.
+
+        Cancellation: as :meth:`trio_ucx.Connection.send`.
+
+        Raises:
+            RankLostError, trio.ClosedResourceError: as :meth:`connection`.
+            TypeError, ValueError, RuntimeError, MemoryError: as :meth:`trio_ucx.Connection.send_array`.
+        """
+        await self._use(to, lambda connection: connection.send_arrays(arrays, tag=tag))
+
+    @enable_ki_protection
+    async def receive_arrays(
+        self,
+        *,
+        source: int,
+        tag: int = 0,
+        into: Mapping[str, Any] | Sequence[Any] | None = None,
+        allocate: Callable[[int], Any] | None = None,
+    ) -> Any:
+        """Receives the next message of a rank, which has a list or a dict of arrays.
+
+        See :meth:`trio_ucx.Connection.receive_arrays`.
+
+        Cancellation: as :meth:`trio_ucx.Connection.receive_array`.
+
+        Raises:
+            RankLostError, trio.ClosedResourceError: as :meth:`connection`.
+            UnexpectedMessage, MessageTooLong, MemoryError: as :meth:`trio_ucx.Connection.receive_array`.
+            TypeError, ValueError, ImportError, RuntimeError: as :meth:`trio_ucx.Connection.receive_array`.
+        """
+        return await self._use(
+            source, lambda connection: connection.receive_arrays(tag=tag, into=into, allocate=allocate)
+        )
 
     @enable_ki_protection
     async def send_receive(
