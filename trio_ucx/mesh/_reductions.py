@@ -4,12 +4,12 @@ First the ranks agree: a binomial tree collects what each of them has, and its r
 arrays differ in shape or dtype all learn that. Small arrays go with these messages. Of large ones the messages only say
 when they are ready: their owner registers them, and another rank reads them from there, a piece at a time.
 
-========== =================================== ==========================================
-operation  algorithm for large arrays          what each of *n* ranks reads
-========== =================================== ==========================================
-reduce     binomial tree                       as many arrays as it has children
-all_reduce ring: reduce-scatter, all-gather    2 (n - 1) / n arrays, from its left neighbour
-========== =================================== ==========================================
+========== ================================ =============================================
+operation  algorithm for large arrays       what each of *n* ranks reads
+========== ================================ =============================================
+reduce     binomial tree                    the array of each child
+all_reduce ring: reduce-scatter, all-gather 2 (n - 1) / n arrays, from its left neighbour
+========== ================================ =============================================
 
 numpy is imported only here, and only when an array is reduced.
 """
@@ -23,6 +23,7 @@ from typing import Any
 import attrs
 
 from .. import Connection
+from .._util.text import printable
 from ..ucp import Access, Memory, RemoteMemory
 from ._collectives import Post, Steps, Take, Use, broadcast, children, pack, parent, unpack
 
@@ -158,7 +159,7 @@ def _agree(rank: int, size: int, job: Reduction, root: int, tell_result: bool) -
     verdict = pack([error, data if tell_result else b""])
     error, data = unpack((yield from broadcast(rank, size, verdict, root)))
     if error:
-        return ValueError(f"the ranks do not agree about what they reduce: {error.decode()}")
+        return ValueError(f"the ranks do not agree about what they reduce: {printable(error.decode(), len(error))}")
     if data:
         job.out[...] = numpy.ndarray(job.out.shape, job.out.dtype, data)
     return None
@@ -193,7 +194,7 @@ def _all_reduce_in_ring(rank: int, size: int, job: Reduction) -> Steps:
             (yield Use(left, partial(_attach, descriptors[1]))) as its_out,
         ):
             for step in range(2 * (size - 1)):
-                if step:  # the right neighbour may read what this rank has made in the last one
+                if step:  # the right neighbour may read what this rank has made in the step before
                     yield Post(right, b"")
                     yield Take(left)
                 part = (rank - 1 - step) % size
