@@ -17,7 +17,7 @@ from .. import Channel, Connection, MessageTooLong
 from .._rules.wire import UNACCEPTED
 from .._util.arguments import check_integer
 from .._util.handles import OpenedNotConstructed
-from ..ucp._internal_api import Signal
+from ..ucp._internal_api import Signal, completed
 from . import _messages as wire
 from ._errors import CallRefused
 from ._items import ItemFlow
@@ -205,7 +205,7 @@ class _Serving:
             finally:
                 self.slots.release()
             if message is not None:
-                await talk._send_last(message)
+                await _send_last(talk, message)
                 answered = True
         except _GONE:  # of the conversation: those of handlers were caught before
             pass
@@ -232,7 +232,7 @@ class _Serving:
             return failure(codec, wire.BAD_ARGUMENTS, bounded(f"{name}: {error}"))
         deadline = math.inf if left is None else begun_at + left
         scope = trio.CancelScope(deadline=deadline)
-        watch = _Watch(talk, scope)
+        watch = _LeaveWatch(talk, scope)
         message = None
         with scope, watch:
             call = Call._create(name, buffers, metadata or {}, self.connection, ItemFlow(talk, codec), deadline)
@@ -255,7 +255,21 @@ class _Serving:
             return _raised(found, call, codec, error)
 
 
-class _Watch:
+async def _send_last(talk: Channel, message: Any) -> None:
+    """``Channel._send_last``, without a schedule point if the message is small: accepting the next call has one."""
+    link, queue = talk.connection._link, talk._state.queue
+    talk._check_send()
+    link.sending.expect_more()
+    sent = link.sending.send_short(queue, message)
+    if sent is True:
+        talk._close()
+        link.sending.send_batch()
+    else:
+        await completed(sent or link.sending.send(queue, message), link.engine)
+        talk._close()
+
+
+class _LeaveWatch:
     """Cancels a scope when the peer leaves a conversation, or the connection ends: ``Channel.cancel_when_left``."""
 
     __slots__ = ("_scope", "_state", "left")
