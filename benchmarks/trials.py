@@ -24,7 +24,7 @@ from benchmarks.options import Figure
 from trio_ucx import connect
 from trio_ucx._cli.local_pair import open_server
 from trio_ucx._cli.measuring import Advance, half_trips, messages_a_second, repeat
-from trio_ucx._cli.perf_protocol import Client, RoundKind
+from trio_ucx._cli.perf_protocol import PerfClient, RoundKind
 from trio_ucx.ucp import open_worker
 
 ROUNDS = 5
@@ -119,7 +119,7 @@ class Trial:
 
 
 @asynccontextmanager
-async def open_client(transports: str, config: Mapping[str, str]) -> AsyncIterator[Client]:
+async def open_client(transports: str, config: Mapping[str, str]) -> AsyncIterator[PerfClient]:
     """Opens a connection to a new server process, both with these options of UCX; yields the client's end."""
     authkey = secrets.token_hex(16)
     async with (
@@ -127,13 +127,13 @@ async def open_client(transports: str, config: Mapping[str, str]) -> AsyncIterat
         open_worker(config={**config, "TLS": transports}) as worker,
         connect(address, worker=worker, authkey=authkey.encode()) as connection,
     ):
-        client = Client(connection)
+        client = PerfClient(connection)
         await client.introduce()
         await client.run_next(RoundKind.LATENCY, 8, 1)  # only after a message UCX knows which lanes it uses
         yield client
 
 
-async def measure(client: Client, figure: Figure, seconds: float) -> float:
+async def measure(client: PerfClient, figure: Figure, seconds: float) -> float:
     """Returns microseconds, messages a second, or 10**6 bytes a second."""
     kind = RoundKind.LATENCY if figure.what == "latency" else RoundKind.STREAM
     timings = await repeat(client, kind, figure.size, None, seconds, lambda share: None)

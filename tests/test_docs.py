@@ -25,6 +25,7 @@ PRINTED = {
     ],
     "docs/blocks.md": ["1 2"],
     "docs/chains.md": [r"0 b'seven' b'a row'"],
+    "docs/rpc.md": ["1", "not there: 'b'", r"\[0, 1, 2\]"],
     "docs/ucp.md": ["b'header' b'data' True", "24", r"\d+", "b'written from afar'"],
 }
 

@@ -31,7 +31,7 @@ import pytest
 import trio
 
 import trio_ucx
-from trio_ucx import mesh, testing, ucp
+from trio_ucx import mesh, rpc, testing, ucp
 from trio_ucx.ucp import blocks, chains
 
 anyio = pytest.importorskip("anyio")
@@ -39,7 +39,7 @@ pytest.importorskip("prometheus_client")
 import trio_ucx.anyio  # noqa: E402
 from trio_ucx import metrics  # noqa: E402
 
-MODULES: list[ModuleType] = [trio_ucx, ucp, blocks, chains, mesh, testing, trio_ucx.anyio, metrics]
+MODULES: list[ModuleType] = [trio_ucx, ucp, blocks, chains, mesh, rpc, testing, trio_ucx.anyio, metrics]
 
 ASYNC_METHODS = ("__aenter__", "__aexit__", "__anext__", "__await__")
 REFERENCE = re.compile(r":(?:meth|func|class|exc|attr):`([\w.]+)`")
@@ -94,6 +94,7 @@ def find() -> dict[str, Documented]:
             thing = getattr(module, name)
             if inspect.isfunction(thing):
                 function = inspect.unwrap(thing)
+                name = f"rpc.{name}" if module is rpc else name  # there is another connect
                 each = [Documented(name, None, function, inspect.cleandoc(thing.__doc__ or ""))]
             elif inspect.isclass(thing) and is_ours(thing):
                 each = list(methods(thing))

@@ -18,7 +18,7 @@ from trio_ucx.ucp import _internal_api, chains
 PACKAGE = Path(trio_ucx.__file__).parent
 
 #: By folder, lowest first. The top level's own modules are the layer "".
-LAYERS = ["_util", "_native", "ucp", "", "mesh", "_cli", "testing"]
+LAYERS = ["_util", "_native", "ucp", "", "mesh", "rpc", "_cli", "testing"]
 #: What a layer may not import although it lies below: the two top ones do not know each other.
 APART = {("testing", "_cli")}
 
@@ -73,6 +73,7 @@ ORDER = {
         *("client", "server"),
         "__init__",
     ],
+    "rpc": ["_errors", "_messages", "_service", "_items", "_server", "_lines", "_client", "_connect", "__init__"],
     "_report": ["items", "frames", "network", "causes", "collect", "reporting", "__init__"],
     "ucp/_engine": [
         *("arming", "ending", "batches", "statistics", "teardown", "identity", "trio_run", "peer_processes", "waits"),
@@ -117,7 +118,7 @@ UCP = [
 #: What other layers import from inside ``ucp``.
 INTERNAL_API = "_internal_api"
 #: By folder above connections: the most lines that may import from inside the connections' layers.
-INSIDE_CONNECTIONS = {"mesh": 1, "testing": 3, "_report": 10, "_cli": 0}
+INSIDE_CONNECTIONS = {"mesh": 1, "rpc": 1, "testing": 3, "_report": 10, "_cli": 0}
 
 #: The only import cycles: a module imports one above it for the type of an attribute that users have, such as
 #: ``channel.connection``, ``endpoint.worker`` and ``memory.context``.

@@ -18,12 +18,12 @@ import pytest
 pytest.importorskip("anyio")
 pytest.importorskip("prometheus_client")
 import trio_ucx.anyio
-from trio_ucx import mesh, metrics, testing, ucp
+from trio_ucx import mesh, metrics, rpc, testing, ucp
 from trio_ucx._util.handles import OpenedNotConstructed
 from trio_ucx.ucp import blocks, chains
 
 FILE = Path(__file__).with_name("public_surface.txt")
-MODULES: list[ModuleType] = [trio_ucx, ucp, blocks, chains, mesh, testing, trio_ucx.anyio, metrics]
+MODULES: list[ModuleType] = [trio_ucx, ucp, blocks, chains, mesh, rpc, testing, trio_ucx.anyio, metrics]
 
 
 def signature(function: Any) -> str:

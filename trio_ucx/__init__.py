@@ -21,6 +21,7 @@ Layers, lowest first; imports point down only (``tests/test_layers.py``):
                      anyio                              Connections for libraries written for anyio
                      metrics                            figures for Prometheus
     mesh           groups of processes that a launcher has started
+    rpc            remote procedure calls on conversations
     _cli, testing  ``python -m trio_ucx``; helpers for tests
 """
 

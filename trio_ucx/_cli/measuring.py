@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 import trio
 
 from .. import ucp
-from .perf_protocol import Client, RoundKind, Timing, round_limit
+from .perf_protocol import PerfClient, RoundKind, Timing, round_limit
 
 DEFAULT_SECONDS = 1.0
 WARM_UP_MESSAGES = 64
@@ -28,7 +28,7 @@ async def chosen_worker(transports: str | None) -> AsyncIterator[ucp.Worker | No
 
 
 async def repeat(
-    client: Client,
+    client: PerfClient,
     kind: RoundKind,
     size: int,
     iterations: int | None,

@@ -26,7 +26,7 @@ from .errors import EXPECTED, describe
 from .idle_cores import count_idle_cores
 from .local_pair import run_pair, transport_options
 from .measuring import DEFAULT_SECONDS, Advance, chosen_worker, half_trips, messages_a_second, progress_bar, repeat
-from .perf_protocol import Client, RoundKind, Timing, serve
+from .perf_protocol import PerfClient, RoundKind, Timing, serve
 from .sizes import format_size, parse_sizes
 
 DEFAULT_SIZES = "8,256,4k,64k,1M"
@@ -206,7 +206,7 @@ async def run_client(arguments: argparse.Namespace) -> int:
         chosen_worker(arguments.transports) as worker,
         connect(arguments.address, worker=worker, authkey=arguments.authkey) as connection,
     ):
-        client = Client(connection)
+        client = PerfClient(connection)
         server = await client.introduce()
         await client.run_next(RoundKind.LATENCY, 8, 1)  # only after a message UCX knows which lanes it uses
         async with client.plain_tcp(server) as why_not:
@@ -234,7 +234,7 @@ async def run_client(arguments: argparse.Namespace) -> int:
 
 
 async def measure(
-    client: Client, size: int, arguments: argparse.Namespace, with_plain: bool, advance: Advance
+    client: PerfClient, size: int, arguments: argparse.Namespace, with_plain: bool, advance: Advance
 ) -> Result:
     if not with_plain:
         return await measure_path(client, size, arguments, False, advance)
@@ -244,7 +244,7 @@ async def measure(
 
 
 async def measure_path(
-    client: Client, size: int, arguments: argparse.Namespace, plain: bool, advance: Advance
+    client: PerfClient, size: int, arguments: argparse.Namespace, plain: bool, advance: Advance
 ) -> Result:
     async def run(kind: RoundKind, begin: float) -> list[tuple[Timing, int]]:
         return await repeat(

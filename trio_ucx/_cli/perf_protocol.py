@@ -349,7 +349,7 @@ def _blank_rounds() -> Iterator[Round]:
         yield Round(RoundKind.LATENCY, seed, 1, 1, number % SHIFTS)
 
 
-class Client:
+class PerfClient:
     """The client's end of a connection. Call :meth:`introduce` first, then run any number of rounds."""
 
     def __init__(self, connection: Connection) -> None:

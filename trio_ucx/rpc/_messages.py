@@ -1,0 +1,253 @@
+"""What goes over the wire: the messages of a call, and the two encodings, msgpack and JSON.
+
+Each call is a conversation, whose first message has the whole call. A message is a head, and perhaps buffers:
+
+    encoding  1 byte: M is msgpack, J is JSON
+    kind      1 byte: see below
+    count     2 bytes, little-endian: of buffers
+    sizes     only with buffers: of the head, 4 bytes, and of each buffer, 8 bytes
+    head
+    buffers   each begins at a multiple of 16, so that arrays are aligned
+
+    kind      head
+    CALL      [method, seconds that are left or null, metadata or null, arguments]; from the client, first
+    ITEM      a value of a stream; in both directions
+    END       null: no more items come; from the client, or after a stream's last item from the server
+    CREDIT    null: some of the other side's items were read, see ``_items.py``; in both directions
+    REPLY     the result of a method
+    ERROR     [category, type, text, traceback, the exception's arguments or null]; from the server
+
+The server answers in the encoding of the call, or in JSON if it cannot read that. It leaves the conversation by force
+if it gives no answer. So a client that sees the orderly end of a connection knows that its call has not run.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._util.arguments import check_timeout
+from .._util.text import printable
+
+try:
+    import msgspec
+except ImportError:  # pragma: no cover
+    msgspec = None  # type: ignore[assignment]
+
+CALL, ITEM, END, REPLY, ERROR, CREDIT = range(6)
+#: The categories of errors.
+RAISED, UNKNOWN_METHOD, BAD_ARGUMENTS, DEADLINE, REFUSED, DRAINING = range(6)
+
+_ALIGNMENT = 16
+_PREFIX = struct.Struct("<BBH")
+#: Names that :meth:`Client.call` has arguments for itself.
+RESERVED = frozenset({"timeout", "buffers", "metadata", "idempotent"})
+MOST_TEXT = 2000
+MOST_TRACEBACK = 8000
+
+
+class BadMessage(ValueError):
+    """What the peer has sent is no message of this protocol. Its text is safe to show."""
+
+
+#: Of each parameter of a method: its name, its type, and whether it has no default.
+Parameters = Sequence[tuple[str, Any, bool]]
+#: Turns the encoded arguments of a call into keyword arguments; raises ValueError if they are not those of the method.
+Check = Callable[[Any], dict[str, Any]]
+
+
+class Codec:
+    """One encoding.
+
+    Attributes:
+        encode: of any value that it can encode.
+        decode: of a whole head.
+        decode_call: of the head of a call; its arguments are left for a :data:`Check`.
+        check: makes the :data:`Check` for a method.
+        plain: by kind, what is before the head of a message without buffers.
+    """
+
+    def __init__(
+        self,
+        letter: bytes,
+        encode: Callable[[Any], bytes],
+        decode: Callable[[Any], Any],
+        decode_call: Callable[[Any], Sequence[Any]],
+        check: Callable[[Parameters], Check],
+    ) -> None:
+        self.encode = encode
+        self.decode = decode
+        self.decode_call = decode_call
+        self.check = check
+        self.letter = letter[0]
+        self.plain = [_PREFIX.pack(self.letter, kind, 0) for kind in range(6)]
+
+
+def encode_message(codec: Codec, kind: int, head: Any, buffers: Sequence[Any] = ()) -> Any:
+    """Returns a message for ``Channel.send``, which is one piece, or the buffers and what is between them.
+
+    Raises:
+        TypeError, ValueError: it cannot be encoded, or has too many buffers.
+    """
+    try:
+        body = codec.encode(head)
+    except (OverflowError, RecursionError) as error:
+        raise ValueError(f"a value that cannot be encoded: {error}") from None
+    if not buffers:
+        return codec.plain[kind] + body
+    if len(buffers) >= 2**16:
+        raise ValueError(f"{len(buffers)} buffers are too many for one message")
+    sizes = [_size(buffer) for buffer in buffers]
+    start = _PREFIX.pack(codec.letter, kind, len(buffers)) + struct.pack(f"<I{len(sizes)}Q", len(body), *sizes) + body
+    pieces: list[Any] = [start + bytes(-len(start) % _ALIGNMENT)]
+    for buffer, size in zip(buffers, sizes, strict=True):
+        if size:
+            pieces.append(buffer)
+        if size % _ALIGNMENT:
+            pieces.append(bytes(-size % _ALIGNMENT))
+    return pieces
+
+
+def _size(buffer: Any) -> int:
+    try:
+        with memoryview(buffer) as view:
+            if view.c_contiguous:
+                return view.nbytes
+    except (TypeError, BufferError, ValueError) as error:
+        raise TypeError(
+            f"a buffer must be bytes, an array in host memory or the like, not {type(buffer).__name__}: {error}"
+        ) from None
+    raise ValueError("a buffer must be contiguous: use numpy.ascontiguousarray")
+
+
+def decode_message(data: bytes) -> tuple[Codec, int, Any, list[memoryview]]:
+    """Takes a message apart, into the encoding, the kind, the encoded head, and the buffers.
+
+    Raises:
+        BadMessage: it is none.
+    """
+    view = memoryview(data)
+    if len(data) < 4:
+        raise BadMessage(f"a message of {len(data)} bytes")
+    codec = CODECS.get(data[0])
+    if codec is None:
+        if data[0] == _MSGPACK:
+            raise BadMessage("a message in msgpack, but msgspec is not installed here: pip install trio_ucx[rpc]")
+        raise BadMessage(f"a message in an unknown encoding, {data[0]}")
+    if data[2] == data[3] == 0:
+        return codec, data[1], view[4:], []
+    count = data[2] | data[3] << 8
+    position = 8 + 8 * count
+    if len(data) < position:
+        raise BadMessage(f"a message of {len(data)} bytes with {count} buffers")
+    length, *sizes = struct.unpack_from(f"<I{count}Q", data, 4)
+    head = view[position : position + length]
+    position += length
+    position += -position % _ALIGNMENT
+    if position + sum(size + -size % _ALIGNMENT for size in sizes) != len(data):
+        raise BadMessage(f"a message of {len(data)} bytes whose sizes say something else")
+    buffers = []
+    for size in sizes:
+        buffers.append(view[position : position + size])
+        position += size + -size % _ALIGNMENT
+    return codec, data[1], head, buffers
+
+
+def decode_head(codec: Codec, head: Any) -> Any:
+    """Raises:
+    BadMessage: it is not in this encoding.
+    """
+    try:
+        return codec.decode(head)
+    except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
+        raise BadMessage(f"a message that cannot be decoded: {printable(str(error))}") from None
+
+
+def decode_call(codec: Codec, head: Any) -> tuple[str, float | None, dict[str, str] | None, Any]:
+    """Raises:
+    BadMessage: it is not the head of a call.
+    """
+    try:
+        method, left, metadata, arguments = codec.decode_call(head)
+        return method, None if left is None else check_timeout(left, "the time left"), metadata, arguments
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadMessage(f"not a call: {printable(str(error))}") from None
+
+
+def bounded(text: str, most: int = MOST_TEXT) -> str:
+    """The beginning of a text; printable, but for its line ends."""
+    return printable(text, most, keep="\n")
+
+
+# ---- JSON without msgspec ----
+
+
+def _json_encode(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode(errors="surrogatepass")
+
+
+def _json_decode(data: Any) -> Any:
+    return json.loads(bytes(data))
+
+
+def _json_call(data: Any) -> Sequence[Any]:
+    match _json_decode(data):
+        case [str(), int() | float() | None, dict() | None, dict()] as call:
+            if call[2] is None or all(isinstance(value, str) for value in call[2].values()):
+                return tuple(call)
+    raise ValueError("it is not [method, seconds, metadata, arguments]")
+
+
+def _check_names(parameters: Parameters) -> Check:
+    known = {name: required for name, _, required in parameters}
+
+    def check(arguments: dict[str, Any]) -> dict[str, Any]:
+        unknown = arguments.keys() - known
+        missing = [name for name, required in known.items() if required and name not in arguments]
+        if unknown or missing:
+            raise ValueError(
+                f"missing: {', '.join(missing) or 'nothing'}; unknown: {', '.join(sorted(unknown)) or 'nothing'}"
+            )
+        return arguments
+
+    return check
+
+
+_MSGPACK, JSON = b"MJ"
+CODECS: dict[int, Codec] = {JSON: Codec(b"J", _json_encode, _json_decode, _json_call, _check_names)}
+
+# ---- msgspec ----
+
+if msgspec is not None:
+    _Call = tuple[str, float | None, dict[str, str] | None, msgspec.Raw]
+
+    def _checked_by(decoder_class: Any) -> Callable[[Parameters], Check]:
+        def make(parameters: Parameters) -> Check:
+            fields: list[Any] = [
+                (name, kind) if required else (name, kind | msgspec.UnsetType, msgspec.UNSET)
+                for name, kind, required in sorted(parameters, key=lambda each: not each[2])
+            ]
+            struct_type = msgspec.defstruct("Arguments", fields, forbid_unknown_fields=True)
+            decode, names = decoder_class(struct_type).decode, [name for name, _, _ in parameters]
+
+            def check(encoded: Any) -> dict[str, Any]:
+                found = decode(encoded)
+                return {name: value for name in names if (value := getattr(found, name)) is not msgspec.UNSET}
+
+            return check
+
+        return make
+
+    for _letter, _module in ((b"M", msgspec.msgpack), (b"J", msgspec.json)):
+        CODECS[_letter[0]] = Codec(
+            _letter,
+            _module.Encoder().encode,
+            _module.Decoder().decode,
+            _module.Decoder(_Call).decode,
+            _checked_by(_module.Decoder),
+        )
+
+#: The encoding of this side's calls.
+DEFAULT = CODECS.get(_MSGPACK, CODECS[JSON])

@@ -1,0 +1,355 @@
+"""The server's side: accepts the calls of a connection, runs their handlers, and answers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from typing import Any
+
+import attrs
+import trio
+from trio.lowlevel import disable_ki_protection, enable_ki_protection
+
+from .. import Channel, Connection, MessageTooLong
+from .._rules.wire import UNACCEPTED
+from .._util.arguments import check_integer
+from .._util.handles import OpenedNotConstructed
+from ..ucp._internal_api import Signal, completed
+from . import _messages as wire
+from ._errors import CallRefused
+from ._items import ItemFlow
+from ._messages import Codec, bounded, decode_call, decode_message, encode_message
+from ._service import Method, Service, methods_of, parts, type_name
+
+logger = logging.getLogger("trio_ucx")
+
+#: Called with a method's name and the metadata of a call; its context is that of the call.
+Hook = Callable[[str, dict[str, str]], AbstractContextManager[object]]
+
+#: Tasks of one connection that wait for the next call; others end.
+_IDLE_TASKS = 8
+_GONE = (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError)
+#: Of tracebacks, in characters.
+_LONGEST_LINE = 500
+_NO_CONTEXT = nullcontext()
+
+
+class _CallerGone(Exception):
+    """Nobody waits for the rest of a stream."""
+
+
+@attrs.define(eq=False)
+class Call(metaclass=OpenedNotConstructed):
+    """One call, for its handler.
+
+    Cancellation: the handler is cancelled when the caller is, or is gone, and when the time of the call is over.
+
+    Attributes:
+        method: the name of the method.
+        buffers: the buffers that the client has sent beside the arguments, as memoryviews.
+        metadata: what the client's hook and its ``metadata=`` have sent along.
+        connection: the connection to the client.
+    """
+
+    method: str
+    buffers: list[memoryview]
+    metadata: dict[str, str]
+    connection: Connection
+    _flow: ItemFlow
+    _deadline: float
+
+    def time_left(self) -> float:
+        """Returns the seconds until the call is cancelled; ``math.inf`` if it has no deadline.
+
+        Raises: nothing.
+        """
+        return max(self._deadline - trio.current_time(), 0.0)
+
+    def items(self) -> AsyncIterator[Any]:
+        """Returns an iterator over what the client sends with ``Stream.send``, until it has sent everything.
+
+        An item with buffers is a :class:`Reply`. The client waits where the handler does not read fast enough. A step
+        raises :class:`CallRefused` if the client has sent something else, and ``trio.BrokenResourceError`` if the
+        client is gone.
+
+        Cancellation: a cancelled step loses no item.
+
+        Raises: nothing.
+        """
+        return _Items(self._flow)
+
+
+@attrs.define(eq=False)
+class _Items(AsyncIterator[Any]):
+    # No generator: one that is not read to its end would have to be closed.
+
+    _flow: ItemFlow
+    _ended: bool = False
+
+    @enable_ki_protection
+    async def __anext__(self) -> Any:
+        if self._ended:
+            await trio.lowlevel.checkpoint()
+            raise StopAsyncIteration
+        try:
+            kind, value = await self._flow.next()
+        except wire.BadMessage as error:
+            raise CallRefused(f"the client has sent {error}") from None
+        if kind == wire.ITEM:
+            return value
+        self._ended = True
+        raise StopAsyncIteration
+
+
+def serving(service: Service, *, limit: int = 100, hook: Hook | None = None) -> Callable[[Connection], Awaitable[None]]:
+    """Returns a handler for :func:`trio_ucx.serve_ucx` that answers the calls of :func:`trio_ucx.rpc.connect`.
+
+    An exception of a method is sent to the client, and logged (logger ``trio_ucx``) unless the method declares it. When
+    the server drains, calls that run are finished, and others refused.
+
+    Args:
+        service: the object with the methods.
+        limit: how many handlers run at once, for all connections; further calls wait.
+        hook: called for each call with the method's name and the metadata that came with it. Returns a context manager,
+            in which the handler runs.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; an annotation of a method that cannot be checked.
+    """
+    methods = methods_of(service)
+    slots = trio.Semaphore(check_integer(limit, "limit", 1, 2**31))
+
+    @enable_ki_protection
+    async def answer_calls(connection: Connection) -> None:
+        await _Serving(connection, methods, slots, limit, hook).run()
+
+    return answer_calls
+
+
+@attrs.define(eq=False)
+class _Serving:
+    """The calls of one connection. Each of its tasks accepts calls one after the other; one of them always waits.
+
+    There are at most ``limit`` tasks, as each has a message in memory, also while its client does not read the answer.
+    """
+
+    connection: Connection
+    methods: dict[str, Method]
+    slots: trio.Semaphore
+    limit: int
+    hook: Hook | None
+    tasks: int = 0
+    idle: int = 0
+    workers: trio.Nursery | None = None
+    refusing: trio.Nursery | None = None
+    refuses: bool = False
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as self.refusing:
+            async with trio.open_nursery() as self.workers:
+                await self.work()
+            self.refusing.cancel_scope.cancel()
+
+    async def work(self) -> None:
+        self.tasks += 1
+        self.idle += 1
+        try:
+            async for talk in self.connection.conversations():
+                self.idle -= 1
+                await self.answer(talk)
+                self.idle += 1
+                if self.idle > _IDLE_TASKS:
+                    return
+        except trio.ClosedResourceError:
+            return  # a handler has closed the connection
+        finally:
+            self.tasks -= 1
+            self.idle -= 1
+        if self.connection.draining and not self.refuses and self.refusing is not None:
+            self.refuses = True
+            self.refusing.start_soon(self.refuse_late_calls)
+
+    async def refuse_late_calls(self) -> None:
+        """Refuses the calls that come while the server drains and others are still running."""
+        link, receiving = self.connection._link, self.connection._link.receiving
+        message = failure(wire.CODECS[wire.JSON], wire.DRAINING, "the server shuts down")
+        while True:
+            while (begun := receiving.take_begun()) is not None:
+                state = receiving.conversations.accept(int.from_bytes(begun, "little"))
+                if state is not None:
+                    talk = Channel._create(self.connection, state, True)
+                    with suppress(trio.WouldBlock, *_GONE):  # else the end of the connection says it
+                        talk.send_nowait(message)
+                    talk._close()
+            signal = Signal()
+            with receiving.watching((UNACCEPTED,), signal):
+                await link.engine.waiting.wait(signal)
+
+    # ---- one call ----
+
+    async def answer(self, talk: Channel) -> None:
+        begun_at, answered = trio.current_time(), False
+        try:
+            try:
+                self.slots.acquire_nowait()
+            except trio.WouldBlock:
+                if not await _wait_for_slot(talk, self.slots):
+                    return
+            try:
+                if not self.idle and self.tasks < self.limit and self.workers is not None:
+                    self.workers.start_soon(self.work, name=f"rpc {self.connection!r}")
+                message = await self.result(talk, begun_at)
+            finally:
+                self.slots.release()
+            if message is not None:
+                await _send_last(talk, message)
+                answered = True
+        except _GONE:  # of the conversation: those of handlers were caught before
+            pass
+        finally:
+            talk._close(by_force=not answered)
+
+    async def result(self, talk: Channel, begun_at: float) -> Any:
+        """Returns the message with the answer to a call; None if nobody waits for one."""
+        codec = wire.CODECS[wire.JSON]
+        try:
+            data = talk._take_ready()
+            codec, kind, head, buffers = decode_message(await talk.receive() if data is None else data)
+            if kind != wire.CALL:
+                raise wire.BadMessage(f"a message of kind {kind}, which begins no call")
+            name, left, metadata, encoded = decode_call(codec, head)
+        except (wire.BadMessage, MessageTooLong) as error:
+            return failure(codec, wire.REFUSED, bounded(f"the server cannot read the call: {error}"))
+        found = self.methods.get(name)
+        if found is None:
+            return failure(codec, wire.UNKNOWN_METHOD, f"the server has no method {bounded(name, 100)!r}")
+        try:
+            arguments = found.checks[codec](encoded)
+        except (ValueError, RecursionError) as error:
+            return failure(codec, wire.BAD_ARGUMENTS, bounded(f"{name}: {error}"))
+        deadline = math.inf if left is None else begun_at + left
+        scope = trio.CancelScope(deadline=deadline)
+        watch = _LeaveWatch(talk, scope)
+        message = None
+        with scope, watch:
+            call = Call._create(name, buffers, metadata or {}, self.connection, ItemFlow(talk, codec), deadline)
+            message = await self.run_handler(found, call, codec, arguments)
+        if message is None and not watch.left:
+            return failure(codec, wire.DEADLINE, f"{name}: the deadline has passed")
+        return message
+
+    async def run_handler(self, found: Method, call: Call, codec: Codec, arguments: dict[str, Any]) -> Any:
+        try:
+            with _NO_CONTEXT if self.hook is None else self.hook(call.method, call.metadata):
+                if found.declaration.stream:
+                    await _stream(found.function, call, arguments)
+                    return encode_message(codec, wire.END, None)
+                value, buffers = parts(await _run(found.function, call, arguments))
+            return encode_message(codec, wire.REPLY, value, buffers)
+        except _CallerGone:
+            return None
+        except Exception as error:
+            return _raised(found, call, codec, error)
+
+
+async def _send_last(talk: Channel, message: Any) -> None:
+    """``Channel._send_last``, without a schedule point if the message is small: accepting the next call has one."""
+    link, queue = talk.connection._link, talk._state.queue
+    talk._check_send()
+    link.sending.expect_more()
+    sent = link.sending.send_short(queue, message)
+    if sent is True:
+        talk._close()
+        link.sending.send_batch()
+    else:
+        await completed(sent or link.sending.send(queue, message), link.engine)
+        talk._close()
+
+
+class _LeaveWatch:
+    """Cancels a scope when the peer leaves a conversation, or the connection ends: ``Channel.cancel_when_left``."""
+
+    __slots__ = ("_scope", "_state", "left")
+
+    def __init__(self, talk: Channel, scope: trio.CancelScope) -> None:
+        self._state = talk._state
+        self._scope = scope
+        self.left = False
+        if self._state.problem() is not None or talk.connection._link.sending.over:
+            self.left = True
+            scope.cancel()
+
+    def __enter__(self) -> None:
+        self._state.on_end += (self._ended,)
+
+    def __exit__(self, *_: object) -> None:
+        self._state.on_end = ()
+
+    def _ended(self) -> None:
+        self.left = True  # cancelled later: not while messages are delivered
+        trio.lowlevel.current_trio_token().run_sync_soon(self._scope.cancel)
+
+
+async def _wait_for_slot(talk: Channel, slots: trio.Semaphore) -> bool:
+    """Returns False if the caller leaves before."""
+    got = False
+    with talk.cancel_when_left():
+        await slots.acquire()
+        got = True
+    return got
+
+
+# ---- the user's code: KeyboardInterrupt may be raised anywhere in it ----
+
+
+@disable_ki_protection
+async def _run(function: Callable[..., Awaitable[Any]], call: Call, arguments: dict[str, Any]) -> Any:
+    return await function(call, **arguments)
+
+
+@disable_ki_protection
+async def _stream(function: Callable[..., Any], call: Call, arguments: dict[str, Any]) -> None:
+    async with aclosing(function(call, **arguments)) as generator:
+        async for item in generator:
+            try:
+                await call._flow.send(*parts(item))
+            except _GONE:
+                raise _CallerGone from None
+            except wire.BadMessage as error:
+                raise CallRefused(f"the client has sent {error}") from None
+
+
+# ---- answers ----
+
+
+def failure(codec: Codec, category: int, text: str, kind: str = "", trace: str = "", arguments: Any = None) -> Any:
+    return encode_message(codec, wire.ERROR, [category, kind, text, trace, arguments])
+
+
+def _raised(found: Method, call: Call, codec: Codec, error: Exception) -> Any:
+    """The message about an exception of a handler."""
+    name, trace = type_name(type(error)), ""
+    for declared in found.declaration.raises:
+        if isinstance(error, declared):
+            name = type_name(declared)
+            break
+    else:
+        logger.error("%r: the method %s failed", call.connection, call.method, exc_info=error)
+        lines = "".join(traceback.format_exception(error)).splitlines()
+        trace = bounded("\n".join(line[:_LONGEST_LINE] for line in lines)[-wire.MOST_TRACEBACK :], wire.MOST_TRACEBACK)
+    text = _text(error)
+    plain = all(each is None or isinstance(each, (str, int, float, bool)) for each in error.args)
+    try:
+        return failure(codec, wire.RAISED, text, bounded(name, 200), trace, error.args if plain else [text])
+    except (TypeError, ValueError):
+        return failure(codec, wire.RAISED, text, bounded(name, 200), trace, [text])
+
+
+def _text(error: Exception) -> str:
+    try:
+        return bounded(str(error))
+    except Exception:
+        return "its text could not be made"
