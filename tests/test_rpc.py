@@ -572,6 +572,37 @@ async def test_only_idempotent_calls_are_made_again() -> None:
         assert store.runs[4] == 1
 
 
+class Closer(rpc.Service):
+    """Ends the connection of its caller."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    @rpc.method
+    async def close(self, call: rpc.Call, how: str) -> None:
+        self.begun += 1
+        if how == "gracefully":
+            await call.connection.aclose()
+        else:
+            call.connection.abort()
+
+
+@pytest.mark.parametrize("how", ["gracefully", "by force"])
+async def test_a_handler_that_closes_its_connection_has_run(how: str) -> None:
+    """The client does not make the call again, although the connection may have ended in good order."""
+    service = Closer()
+    async with trio.open_nursery() as nursery:
+        serving = partial(trio_ucx.serve_ucx, rpc.serving(service), "127.0.0.1:0", on_handler_error="log")
+        server = await nursery.start(serving)
+        with trio.fail_after(15):
+            async with rpc.connect(server.address, retry=trio_ucx.Backoff()) as client:
+                with pytest.raises(rpc.CallLost) as caught:
+                    await client.call("close", how=how)
+        assert caught.value.may_have_run
+        assert service.begun == 1
+        nursery.cancel_scope.cancel()
+
+
 async def test_errors_of_a_block_are_not_grouped() -> None:
     async with serving(Store()) as server:
         with pytest.raises(KeyError):

@@ -270,11 +270,15 @@ async def _send_last(talk: Channel, message: Any) -> None:
 
 
 class _LeaveWatch:
-    """Cancels a scope when the peer leaves a conversation, or the connection ends: ``Channel.cancel_when_left``."""
+    """Cancels a scope when the peer leaves a conversation, or the connection ends: ``Channel.cancel_when_left``.
 
-    __slots__ = ("_scope", "_state", "left")
+    If this side ends it, the client is told before that the call was broken off: it may have run.
+    """
+
+    __slots__ = ("_scope", "_state", "_talk", "left")
 
     def __init__(self, talk: Channel, scope: trio.CancelScope) -> None:
+        self._talk = talk
         self._state = talk._state
         self._scope = scope
         self.left = False
@@ -289,7 +293,9 @@ class _LeaveWatch:
         self._state.on_end = ()
 
     def _ended(self) -> None:
-        self.left = True  # cancelled later: not while messages are delivered
+        self.left = True
+        self._talk._close(by_force=True)
+        # Cancelled later: not while messages are delivered.
         trio.lowlevel.current_trio_token().run_sync_soon(self._scope.cancel)
 
 
