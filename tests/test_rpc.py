@@ -654,6 +654,25 @@ async def test_drain() -> None:
             assert answers == ["released"] * 5
 
 
+async def test_what_has_arrived_is_read_after_the_server_has_gone() -> None:
+    async with serving(Store()) as server, rpc.connect(server.address) as client:
+        async with client.stream("count", until=5) as stream:
+            line: Any = client._lines.current
+            await until(lambda: line.connection.statistics().messages_received >= 6)
+            assert await server.drain(timeout=5) == 0
+            await until(lambda: line.retired)
+            await nothing_happens()
+            assert [each async for each in stream] == [0, 1, 2, 3, 4]
+        await until(lambda: line.connection.closed)
+
+
+async def test_a_result_that_is_too_long() -> None:
+    async with client_of(Store(), max_message_size=1000) as client:
+        with pytest.raises(trio_ucx.MessageTooLong):
+            await client.call("echo", buffers=[bytes(2000)])
+        assert await client.call("add", a=1) == 11
+
+
 async def test_drains_under_load() -> None:
     """No call of a client is lost when its servers are drained by turns."""
     with trio.fail_after(DEADLINE):
