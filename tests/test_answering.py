@@ -182,6 +182,10 @@ async def test_bad_arguments() -> None:
         for timeout in (-1, "1", float("nan"), None):
             with pytest.raises((TypeError, ValueError), match="timeout"):
                 await connection.request(b"x", timeout=timeout)  # type: ignore[arg-type]
+        for size in (-1, "a"):
+            with pytest.raises((TypeError, ValueError), match="max_size"):
+                await connection.request(b"x", max_size=size)  # type: ignore[arg-type]
+        assert connection.statistics().messages_sent == 0
         with pytest.raises(TypeError):
             await connection.request("text")  # type: ignore[arg-type]
         with pytest.raises(trio_ucx.MessageTooLong):

@@ -19,6 +19,7 @@ import pytest
 import trio
 from foreign_arrays import described
 from helpers import assert_free, nothing_happens, open_pair, pattern
+from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import UnexpectedMessage, ucp
@@ -422,6 +423,33 @@ async def test_a_header_that_lies(lie: str) -> None:
         await at_once(partial(here.send, LIES[lie]), look)
 
 
+async def test_a_long_header_is_not_read() -> None:
+    """Reading it would stop the event loop for seconds."""
+    many = b"[0" + b',["|u1",[0],"C"]' * 100_000 + b"]"
+    async with two_ends() as (here, there):
+
+        async def look() -> None:
+            for how in ({"several": True}, {"into": [np.zeros(1)]}):
+                with Stopwatch() as watch:
+                    await expect_refused(there, "its header would have", **how)
+                assert watch.seconds < 1
+            await there.receive()
+
+        await at_once(partial(here.send, with_header(many)), look)
+        with pytest.raises(trio_ucx.UnexpectedMessage, match="elements without bytes"):
+            await here.send(with_header([None, ["|S0", [2**61], "C"]]))
+            await there.receive_array()
+
+
+async def test_dtypes_of_peers_are_not_kept_for_ever() -> None:
+    async with two_ends() as (here, there):
+        dtype = [(f"field{i}", "<f8") for i in range(100)]
+        await here.send_array(np.zeros(2, dtype))
+        kept = header._numpy_dtype_again.cache_info().currsize
+        assert (await there.receive_array()).dtype == dtype
+        assert header._numpy_dtype_again.cache_info().currsize == kept
+
+
 @pytest.mark.parametrize("seed", range(200))
 @pytest.mark.sample(20)
 def test_random_damage(seed: int) -> None:
@@ -478,6 +506,85 @@ async def test_bad_arguments() -> None:
             await here.send_arrays({"name" * 2**20 + str(i): np.zeros(1) for i in range(5)})
 
 
+async def test_arrays_that_overlap_are_refused() -> None:
+    """A message that is left, or whose receive is cancelled, could not be saved out of them."""
+    async with two_ends() as (_, there):
+        one = np.zeros(10_000)
+        for into in ([one[:5000], one[3000:]], {"a": one, "b": one}):
+            with pytest.raises(ValueError, match="overlap"):
+                await there.receive_arrays(into=into)
+        buffer = bytearray(100)
+        for exact in (False, True):
+            with pytest.raises(ValueError, match="overlap"):
+                await there.receive_into([buffer, buffer], exact=exact)
+        assert_free(buffer)
+
+
+class Unit(np.ndarray):  # type: ignore[type-arg]
+    """A subclass with an opinion."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise ValueError("cannot convert units")
+
+
+async def test_code_of_subclasses_does_not_run() -> None:
+    async with two_ends() as (here, there):
+        for size in (4, 40_000):
+            sent = np.arange(float(size))
+            memory = np.zeros(2 * size)
+            out = memory.view(Unit)[::2]
+            await at_once(partial(here.send_array, sent), partial(there.receive_array, out=out))
+            assert (memory[::2] == sent).all()
+            _, got = await at_once(partial(here.send_array, sent.view(Unit)), there.receive_array)
+            assert_same(got, sent)
+
+
+async def test_an_array_that_changes_while_its_receive_waits() -> None:
+    """That receive fails, and the message stays; the connection goes on."""
+    async with two_ends() as (here, there):
+        memory = np.zeros(8)
+        out = memory[::2]
+        numbers = array.array("d", [0] * 4)
+
+        async def spoil() -> None:
+            await nothing_happens(0.02)
+            with pytest.raises(BufferError):
+                numbers.append(1)  # it is in use
+            memory.flags.writeable = False
+            out.flags.writeable = False
+            await here.send_array(np.arange(4.0))
+            await here.send_array(np.arange(4.0))
+
+        async def receive() -> None:
+            with pytest.raises(ValueError, match="read-only"):
+                await there.receive_array(out=out)
+
+        await at_once(receive, partial(there.receive_array, out=numbers), spoil)
+        assert numbers.tolist() == [0, 1, 2, 3]
+        assert (await there.receive_array() == np.arange(4.0)).all()
+        numbers.append(5)
+
+
+async def test_scalars_are_no_place_to_receive_into() -> None:
+    async with two_ends() as (_, there):
+        for out in (np.zeros(3)[0], np.int64(5)):
+            with pytest.raises(TypeError, match="read-only"):
+                await there.receive_array(out=out)
+        with pytest.raises(TypeError, match="read-only"):
+            await there.receive_arrays(into={"w": np.zeros(2), "step": np.int64(0)})
+
+
+async def test_names_in_another_order_take_no_time() -> None:
+    async with two_ends() as (here, there):
+        names = [f"n{i}" for i in range(4000)]
+        sent = {name: np.full(1, place) for place, name in enumerate(names)}
+        into = {name: np.zeros(1, int) for name in reversed(names)}
+        with Stopwatch() as watch:
+            await at_once(partial(here.send_arrays, sent), partial(there.receive_arrays, into=into))
+        assert watch.seconds < 2
+        assert all(into[name] == sent[name] for name in names)
+
+
 async def test_max_message_size_bounds_what_is_not_asked_for() -> None:
     """An array of the right size may be longer, as with receive_into; what is refused to fit is dropped."""
     sent = np.zeros(100_000)
@@ -487,7 +594,11 @@ async def test_max_message_size_bounds_what_is_not_asked_for() -> None:
         assert not out.any()
         with pytest.raises(ExceptionGroup) as caught:
             await at_once(partial(here.send_array, sent), there.receive_array)
-        assert caught.group_contains(trio_ucx.MessageTooLong)
+        assert caught.group_contains(trio_ucx.MessageTooLong, match="max_message_size is 100000")
+        asked: list[int] = []
+        with pytest.raises(ExceptionGroup) as caught:
+            await at_once(partial(here.send_array, sent), partial(there.receive_array, allocate=asked.append))
+        assert caught.group_contains(trio_ucx.MessageTooLong) and not asked
 
 
 @pytest.mark.parametrize("size", [10, 2**20])

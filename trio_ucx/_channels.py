@@ -251,6 +251,8 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
     def cancel_when_left(self) -> Iterator[trio.CancelScope]:
         """A context manager that cancels its block when the peer leaves this channel, or the connection ends.
 
+        If this side closes its end first, the block goes on.
+
         What works on a request in such a block stops when nobody waits for the answer any more. The block's value is
         the ``trio.CancelScope``: its ``cancelled_caught`` says whether that has happened, and it can have a deadline,
         too. Entering and leaving the block are no checkpoints.

@@ -379,7 +379,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             out: a writable array of the same dtype and shape, of any of the kinds that :meth:`send_array` takes. A
                 large message goes straight into it if it is contiguous, in the same order.
             allocate: a function that returns writable host memory for a number of bytes, of which the array will be a
-                view: memory of a pool, say. It also holds the header, in front of the array. Without ``out`` only.
+                view: memory of a pool, say. It also holds the header, in front of the array. Without ``out`` only. (If
+                several tasks receive on this tag, another one may get the message; the array may then be elsewhere.)
 
         Returns:
             ``out``, or a new numpy array.
@@ -543,6 +544,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             TypeError, ValueError: wrong arguments.
         """
         timeout = check_timeout(timeout, "timeout")
+        if max_size is not None:
+            check_max_size(max_size)
         if timeout == math.inf:
             return await self._request(data, max_size)
         with trio.fail_after(timeout):

@@ -31,9 +31,10 @@ class Described:
     Attributes:
         kind: what the header says of it.
         buffer: its bytes, in its order: for a send or a receive. None if they are not contiguous.
-        array: the object itself.
+        array: the object itself; one of numpy's without its subclass.
         on_device: whether the bytes are in a device's memory.
         joins: whether ``bytes.join`` takes the buffer.
+        is_numpy: whether the object is an array of numpy's.
     """
 
     kind: ArrayKind
@@ -41,6 +42,7 @@ class Described:
     array: Any
     on_device: bool = False
     joins: bool = True
+    is_numpy: bool = False
 
 
 def describe(array: Any, purpose: str) -> Described:
@@ -56,7 +58,9 @@ def describe(array: Any, purpose: str) -> Described:
     check_elements(array, purpose)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(array, (numpy.ndarray, numpy.generic)):
-        return _of_numpy(numpy, array)
+        if purpose != "send" and not (isinstance(array, numpy.ndarray) and array.flags.writeable):
+            raise TypeError(f"cannot receive into a read-only {type(array).__name__}")
+        return _of_numpy(numpy, numpy.asarray(array))
     if not hasattr(array, "__dlpack__"):  # its buffer, if it has one, may know less (torch's dtypes)
         try:
             view = memoryview(array)
@@ -81,18 +85,17 @@ def describe(array: Any, purpose: str) -> Described:
 
 
 def _of_numpy(numpy: Any, array: Any) -> Described:
-    if isinstance(array, numpy.generic):
-        array = numpy.asarray(array)
     kind = ArrayKind(_name(array.dtype), array.shape)
     if array.flags.c_contiguous:
         flat = array
     elif array.flags.f_contiguous:
         kind, flat = attrs.evolve(kind, order="F"), array.T
     else:
-        return Described(kind, None, array)
+        return Described(kind, None, array, is_numpy=True)
     if not array.size or not array.dtype.itemsize:
-        return Described(kind, bytearray(), array)
-    return Described(kind, flat.reshape(-1).view(numpy.uint8), array)  # dates have no buffer protocol of their own
+        return Described(kind, bytearray(), array, is_numpy=True)
+    # Dates have no buffer protocol of their own.
+    return Described(kind, flat.reshape(-1).view(numpy.uint8), array, is_numpy=True)
 
 
 @lru_cache(maxsize=256)

@@ -27,12 +27,14 @@ MAGIC = b"\x93TUA"
 ALIGNMENT = 16
 _PREFIX = struct.Struct("<4sI")
 PREFIX_SIZE = _PREFIX.size
-#: The longest header, in bytes.
-_LONGEST = 2**24
+#: The longest header, in bytes. The event loop waits while one is read: 0.1 s, if it is that long.
+_LONGEST = 2**18
 _MOST_DIMENSIONS = 64
 _LONGEST_DTYPE = 2**16
-#: Longer headers, and those of more arrays, are not kept.
+#: Longer headers and dtypes, and headers of more arrays, are not kept.
 _KEPT, _KEPT_ARRAYS = 1024, 64
+#: The most elements without bytes.
+_MOST_EMPTY = 2**31
 #: Dtypes of numpy's that are no structures: bool, integers, floating point, complex, dates, characters, raw bytes.
 _PLAIN = re.compile(r"[<>|](?P<kind>[biufcSUV]|[mM])(?P<size>\d{1,9})(\[\d{0,9}[A-Za-z]{1,7}(/\d{1,9})?\])?")
 #: The size in bytes of elements that numpy does not have (names as of ml_dtypes).
@@ -105,7 +107,6 @@ class BadHeader(ValueError):
     """A message does not begin with a header, or its header does not describe it."""
 
 
-@lru_cache(maxsize=256)
 def item_size(dtype: str) -> int:
     """Returns the bytes of an element.
 
@@ -125,7 +126,6 @@ def item_size(dtype: str) -> int:
     return int(numpy_dtype(dtype).itemsize)
 
 
-@lru_cache(maxsize=256)
 def numpy_dtype(dtype: str) -> Any:
     """Returns numpy's dtype.
 
@@ -133,6 +133,10 @@ def numpy_dtype(dtype: str) -> Any:
         BadHeader: numpy has no such dtype, or it may not be received.
         ImportError: numpy or ml_dtypes is needed for it, and is missing.
     """
+    return _numpy_dtype_again(dtype) if len(dtype) <= _KEPT else _numpy_dtype(dtype)
+
+
+def _numpy_dtype(dtype: str) -> Any:
     import numpy
 
     if dtype in OTHERS:
@@ -156,6 +160,10 @@ def numpy_dtype(dtype: str) -> Any:
     return found
 
 
+#: The same dtypes are received again and again.
+_numpy_dtype_again = lru_cache(maxsize=256)(_numpy_dtype)
+
+
 def _tuples(fields: Any) -> Any:
     """Returns the description of a structured dtype as numpy wants it: a list of tuples, in which shapes are tuples."""
     return [
@@ -174,7 +182,10 @@ def _layout(single: bool, names: tuple[str, ...] | None, arrays: Sequence[ArrayK
     for array in arrays:
         position += -position % ALIGNMENT
         offsets.append(position)
-        sizes.append(math.prod(array.shape) * item_size(array.dtype))
+        count, item = math.prod(array.shape), item_size(array.dtype)
+        if not item and count > _MOST_EMPTY:
+            raise BadHeader(f"{count} elements without bytes")
+        sizes.append(count * item)
         position += sizes[-1]
     return ArraysLayout(single, names, tuple(arrays), tuple(offsets), tuple(sizes), header_size, position)
 
@@ -183,7 +194,7 @@ def encode(single: bool, names: tuple[str, ...] | None, arrays: tuple[ArrayKind,
     """Returns the header of a message, and its layout; the arguments are as in :class:`ArraysLayout`.
 
     Raises:
-        ValueError: it would be longer than 16 MiB.
+        ValueError: it would be too long.
     """
     return _encode_again(single, names, arrays) if len(arrays) <= _KEPT_ARRAYS else _encode(single, names, arrays)
 

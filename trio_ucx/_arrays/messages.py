@@ -122,12 +122,9 @@ class ArraysTarget:
         self.value = out
         self.pins: Pinned | None = None
         self._described = [describe(array, "receive into") for array in arrays]
-        for one in self._described:
-            if _is_read_only(one.array):
-                raise TypeError(f"cannot receive into a read-only {type(one.array).__name__}")
         self._head, self._layout = encode(single, names, tuple(one.kind for one in self._described))
         self._found = bytearray(len(self._head))
-        if self._layout.size > COPIED and all(one.buffer is not None and not one.on_device for one in self._described):
+        if all(one.buffer is not None and not one.on_device for one in self._described):
             self.pins = pin(engine, self._parts(), writable=True, copies=True)
 
     def _parts(self) -> list[Any]:
@@ -142,16 +139,19 @@ class ArraysTarget:
         return parts
 
     def fits(self, length: int) -> bool:
-        return self.pins is not None and length == self._layout.size
+        return self.pins is not None and length == self._layout.size > COPIED
 
     def look(self, contents: bytes | None) -> Exception | None:
         if contents is None:
             return None if self._found == self._head else UnexpectedMessage("other arrays")
+        if self.pins is not None and len(contents) == self._layout.size and contents.startswith(self._head):
+            self.pins.fill(memoryview(contents))
+            return None
         try:
             found = layout_of(contents)
             sources = self._sources(found)
             for source, one in zip(sources, self._described, strict=True):
-                self._copy(found, source, one, contents)
+                _copy(found, source, one, contents)
         except (_Mismatch, ImportError) as error:
             return UnexpectedMessage(str(error))
         return None
@@ -163,47 +163,41 @@ class ArraysTarget:
             _Mismatch: they do not go together.
         """
         wanted = self._layout
+        problem = f"the message is {found}, and is to be received into {wanted}; it was not taken"
+        if (found.single, len(found.arrays)) != (wanted.single, len(wanted.arrays)):
+            raise _Mismatch(problem)
         sources = list(range(len(found.arrays)))
-        same = found.single == wanted.single and len(found.arrays) == len(wanted.arrays)
-        if same and found.names is not None and wanted.names is not None:
-            same = set(found.names) == set(wanted.names)
-            sources = [found.names.index(name) for name in wanted.names] if same else []
+        if found.names is not None and wanted.names is not None:
+            places = {name: place for place, name in enumerate(found.names)}
+            sources = [places.get(name, -1) for name in wanted.names]
         elif found.names is not wanted.names:
-            same = False
-        if same:
-            pairs = [(found.arrays[source], kind) for source, kind in zip(sources, wanted.arrays, strict=True)]
-            same = all(one.dtype == other.dtype and one.shape == other.shape for one, other in pairs)
-        if not same:
-            raise _Mismatch(f"the message is {found}, and is to be received into {wanted}; it was not taken")
+            raise _Mismatch(problem)
+        for source, one in zip(sources, self._described, strict=True):
+            kind = None if source < 0 else found.arrays[source]
+            if kind is None or (kind.dtype, kind.shape) != (one.kind.dtype, one.kind.shape):
+                raise _Mismatch(problem)
+            if not one.is_numpy and kind.order != one.kind.order:
+                raise _Mismatch(
+                    f"the message has an array of {kind}, and is to be received into one of {one.kind}: only numpy's "
+                    "arrays can be converted; it was not taken"
+                )
         return sources
 
-    def _copy(self, found: ArraysLayout, source: int, one: Described, contents: bytes) -> None:
-        start, size = found.offsets[source], found.sizes[source]
-        if one.buffer is not None and found.arrays[source].order == one.kind.order:
-            if size and one.joins:
-                memoryview(one.buffer).cast("B")[:] = contents[start : start + size]
-            elif size:
-                pins = Pinned(one.buffer, writable=True)
-                try:
-                    pins.fill(memoryview(contents)[start : start + size])
-                finally:
-                    pins.release()
-            return
-        if not hasattr(one.array, "flags"):
-            raise _Mismatch(
-                f"the message has an array of {found.arrays[source]}, and is to be received into one of {one.kind}: "
-                "only numpy's arrays can be converted; it was not taken"
-            )
+
+def _copy(found: ArraysLayout, source: int, one: Described, contents: bytes) -> None:
+    start, size = found.offsets[source], found.sizes[source]
+    if one.is_numpy:
         one.array[...] = _view(found, source, contents)
+    elif size:
+        pins = Pinned(one.buffer, writable=True)
+        try:
+            pins.fill(memoryview(contents)[start : start + size])
+        finally:
+            pins.release()
 
 
 class _Mismatch(Exception):
     """A message is not what is to be received."""
-
-
-def _is_read_only(array: Any) -> bool:
-    flags = getattr(array, "flags", None)
-    return flags is not None and not getattr(flags, "writeable", True)
 
 
 # ---- receiving into fresh memory ----
@@ -308,6 +302,8 @@ class SupportsReceive(Protocol):
 
     engine: Engine
 
+    @property
+    def receiving(self) -> Any: ...
     async def wait_message(self, number: int) -> int: ...
     async def receive_suitable(self, number: int, target: Any) -> Any: ...
 
@@ -336,9 +332,9 @@ async def receive(
     try:
         await trio.lowlevel.checkpoint_if_cancelled()
         check()
-        if allocate is not None:
-            size = await link.wait_message(number)
-            check()
+        size = 0 if allocate is None else await link.wait_message(number)
+        check()
+        if allocate is not None and size <= link.receiving.max_message_size:  # else it will be dropped
             memory = _block(allocate(size), size)
             check()
             target = FreshTarget(single, memory, pin(link.engine, memory, writable=True))

@@ -35,7 +35,8 @@ class ChannelState:
         left, peer_left: whether this side, and the peer, have left it.
         by_force: whether the peer has left it because of an exception or a cancellation.
         accepted: whether a user has it.
-        on_end: called, once each, when a side has left it, or the connection has ended. They run no code of the user's.
+        on_end: called, once each, when the peer has left it, or the connection has ended, unless this side has left it
+            before. They run no code of the user's.
     """
 
     queue: TagQueue
@@ -47,7 +48,7 @@ class ChannelState:
     on_end: tuple[Callable[[], None], ...] = ()
 
     def ended(self) -> None:
-        """A side has left it, or the connection has ended."""
+        """The peer has left it, or the connection has ended."""
         called, self.on_end = self.on_end, ()
         for function in called:
             function()
@@ -156,6 +157,8 @@ class OpenChannels:
             raise wire.ProtocolError(f"a message for the conversation {number - wire.ANSWERS}, which is not open")
         self._add(self._queues[number], accepted=False)
         if number not in self._announced:  # else an earlier one with this number was left before anybody took it
+            if len(self._announced) > self._receive_credit.window // 256 + 1024:  # more than can be unread
+                raise wire.ProtocolError("it withdraws conversations without end that nobody has accepted")
             self._announced.add(number)
             self._announce(number)
 
@@ -174,7 +177,7 @@ class OpenChannels:
         if channel.left:
             return
         channel.left = True
-        channel.ended()
+        channel.on_end = ()
         error = trio.ClosedResourceError("this channel was closed")
         self._end_sends(channel, error)
         self._sending.add_frame(wire.Leave(channel.queue.written, by_force))

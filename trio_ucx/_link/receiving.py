@@ -637,12 +637,12 @@ class PendingReceive(Pending):
             self.finish(Error(error))
 
     def fail_too_long(self, length: int) -> None:
-        if self.want is not Want.BYTES:
+        if self.want in (Want.INTO, Want.COPY):
             bound = "the buffer has"
         elif self.limit == self._receiving.max_message_size:
             bound = "max_message_size is"
         else:
-            bound = "max_size is"
+            bound = "max_size is" if self.want is Want.BYTES else "the buffer has"
         text = f"a message of {length} bytes is too long, {bound} {self.limit}; it was dropped"
         self.fail(about(self._receiving.ending.origin, MessageTooLong(length, self.limit, text)))
 

@@ -676,6 +676,9 @@ class TagQueue:
                 error = receive.look(message.contents)
         except RuntimeError as failure:
             message.error, error = failure, None
+        except Exception as failure:  # its buffer has changed meanwhile, say
+            self._save(message)
+            error = failure
         return error if message.error is None else None
 
     # ---- the end ----

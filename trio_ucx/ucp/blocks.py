@@ -236,9 +236,6 @@ async def transfer_buffers(
         if len(sizes) < len(buffers) or 0 in sizes:
             raise ValueError("a list of blocks has an empty buffer")
         _check_ranges(remote, offsets, sizes, put)
-        addresses = [int(ffi.cast("uintptr_t", pins.many.addresses[index])) for index in range(len(sizes))]
-        if not put:
-            _check_apart(addresses, sizes, "the buffers of a list of blocks overlap")
     except BaseException:
         pins.release()
         raise
@@ -302,14 +299,9 @@ def _check_ranges(remote: _RemoteMemory, offsets: list[int], sizes: list[int], p
                 f"block {index}: {size} bytes from offset {offset} on reach beyond the end of {remote.nbytes}"
             )
     if put:
-        _check_apart(offsets, sizes, "the blocks of a list overlap in the remote memory")
-
-
-def _check_apart(starts: list[int], sizes: list[int], message: str) -> None:
-    ordered = sorted(zip(starts, sizes, strict=True))
-    for (start, size), (following, _) in pairwise(ordered):
-        if start + size > following:
-            raise ValueError(message)
+        for (start, size), (following, _) in pairwise(sorted(zip(offsets, sizes, strict=True))):
+            if start + size > following:
+                raise ValueError("the blocks of a list overlap in the remote memory")
 
 
 def _check_all(blocks: Any, count: int, limit: int, side: str) -> None:

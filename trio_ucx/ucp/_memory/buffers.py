@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from trio.lowlevel import enable_ki_protection
@@ -230,6 +231,9 @@ class Pinned:
         sizes = [_size(export) for export in exports]
         self.address = None
         self.size = sum(sizes)
+        if writable and _overlap(addresses, sizes):
+            self.release()
+            raise ValueError("the buffers of a list to receive into overlap")
         self._set_list(addresses, sizes)
 
     def native_list(self) -> Any:
@@ -311,6 +315,13 @@ _OURS = frozenset((ForeignMemory, StridedMemory))
 
 def _size(export: Any) -> int:
     return export.size if type(export) in _OURS else len(export)
+
+
+def _overlap(addresses: list[Any], sizes: list[int]) -> bool:
+    """True if two of these pieces of memory have bytes in common."""
+    starts = [int(ffi.cast("uintptr_t", address)) for address in addresses]
+    ordered = sorted((start, size) for start, size in zip(starts, sizes, strict=True) if size)
+    return any(start + size > following for (start, size), (following, _) in pairwise(ordered))
 
 
 def _common_memory(exports: list[Any]) -> int:
