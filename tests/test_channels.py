@@ -943,3 +943,17 @@ async def test_drained_servers_finish_their_work(worker: ucp.Worker) -> None:
         with heard.cancel_when_left() as scope:
             await trio.sleep(0.01)
         assert not scope.cancel_called
+
+
+async def test_conversations_that_are_withdrawn_without_end(worker: ucp.Worker) -> None:
+    """Each has another number, which nobody does who keeps to the rules: what is remembered of them is bounded."""
+    async with open_pair(worker, window=8192) as (client, server):
+        with trio.fail_after(30), pytest.raises(trio.BrokenResourceError):
+            for _ in range(3000):
+                talk = client.open_conversation()
+                await talk.send(b"x")
+                talk._close(by_force=True)
+                link_of(client).receiving.conversations._free.clear()
+        assert len(link_of(server).receiving.conversations._announced) < 1200
+        with pytest.raises(trio.BrokenResourceError, match="withdraws conversations without end"):
+            await server.receive()
