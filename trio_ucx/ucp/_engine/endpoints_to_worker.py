@@ -238,7 +238,7 @@ class EndpointsByWorker:
     @property
     def idle(self) -> int:
         """Returns how many endpoints have no Connection."""
-        return sum(endpoints.idle for endpoints in self._by_uid.values())
+        return sum(endpoints.idle for endpoints in list(self._by_uid.values()))  # in any thread
 
     def close_idle(self) -> None:
         """Closes the endpoints to any worker that have had no Connection for a while."""
