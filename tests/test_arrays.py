@@ -430,9 +430,8 @@ async def test_a_long_header_is_not_read() -> None:
 
         async def look() -> None:
             for how in ({"several": True}, {"into": [np.zeros(1)]}):
-                with Stopwatch() as watch:
+                with Stopwatch():
                     await expect_refused(there, "its header would have", **how)
-                assert watch.seconds < 1
             await there.receive()
 
         await at_once(partial(here.send, with_header(many)), look)
@@ -579,9 +578,8 @@ async def test_names_in_another_order_take_no_time() -> None:
         names = [f"n{i}" for i in range(1000)]
         sent = {name: np.full(1, place) for place, name in enumerate(names)}
         into = {name: np.zeros(1, int) for name in reversed(names)}
-        with Stopwatch() as watch:
+        with Stopwatch(2):
             await at_once(partial(here.send_arrays, sent), partial(there.receive_arrays, into=into))
-        assert watch.seconds < 2
         assert all(into[name] == sent[name] for name in names)
 
 
