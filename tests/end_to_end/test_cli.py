@@ -240,7 +240,7 @@ def test_a_stranger_at_the_plain_port() -> None:
 
 
 @asynccontextmanager
-async def open_ends() -> AsyncIterator[tuple[perf_protocol.Client, dict[str, Any]]]:
+async def open_ends() -> AsyncIterator[tuple[perf_protocol.PerfClient, dict[str, Any]]]:
     """Yields the client's end of a measurement, whose server is here, and the server's hello."""
     with trio.fail_after(TIMEOUT):
         async with ucp.open_worker(config={"TLS": "tcp"}) as worker, trio.open_nursery() as nursery:
@@ -255,7 +255,7 @@ async def open_ends() -> AsyncIterator[tuple[perf_protocol.Client, dict[str, Any
                 )
             )
             async with trio_ucx.connect(server.address, worker=worker) as connection:
-                client = perf_protocol.Client(connection)
+                client = perf_protocol.PerfClient(connection)
                 yield client, await client.introduce()
             nursery.cancel_scope.cancel()
 
@@ -539,7 +539,7 @@ async def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> No
             [listener, *_] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
             async with trio_ucx.connect(("127.0.0.1", listener.address[1])) as connection:
                 monkeypatch.setattr(perf_protocol, "PATIENCE", 0.1)
-                client = perf_protocol.Client(connection)
+                client = perf_protocol.PerfClient(connection)
                 with pytest.raises(PerfError, match="no answer from the server"):
                     await client.introduce()
                 with pytest.raises(PerfError, match="did not end in"):
