@@ -44,7 +44,7 @@ ARRAYS: dict[str, tuple[Any, Any, Any]] = {
     "max": (lambda rank: np.arange(33, dtype=">i4") * rank, "max", np.maximum),
     "prod of complex": (lambda rank: np.arange(20) + 1j * rank, "prod", np.multiply),
     "bool": (lambda rank: np.arange(9) == rank, "sum", np.logical_or),
-    "dates": (lambda rank: np.array(["2026-01-01", "2000-01-01"], "M8[D]") + rank, "max", np.maximum),
+    "dates": (lambda rank: np.array([f"20{26 + rank}-01-01", "2000-01-01"], "M8[D]"), "max", np.maximum),
     "a function": (lambda rank: np.arange(50.0) + rank, as_sum, np.add),
     "a ufunc": (lambda rank: np.arange(50) + rank, np.bitwise_xor, np.bitwise_xor),
     "records": (
