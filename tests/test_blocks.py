@@ -436,13 +436,18 @@ async def kill_soon(peer: Peer) -> None:
     peer.process.kill()
 
 
+@pytest.mark.cut_off
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("point", [0, 1, 7, 100, 511, 900, 1023])
 @pytest.mark.parametrize("way", ["get", "get, asked", "put"])
 @pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
 async def test_an_owner_killed_at_a_point_of_a_list(transports: str, way: str, point: int, chance: Any) -> None:
-    """The list ends soon, with an error unless it was finished. What has arrived by then is right, and is freed."""
+    """The list ends soon, with an error unless it was finished. What has arrived by then is right, and is freed.
+
+    Where messages go over shared memory, UCX may keep the buffer until the worker closes (``wait_buffers_released``).
+    """
     size, count = 2**16, 1024
+    may_be_kept = transports != "tcp" and way != "get"
     async with open_owner(transports, "connection", size * count, "registered") as (peer, endpoint, remote):
         await forbid_reading("asked" if way == "get, asked" else "registered", remote)
         data = pattern(size * count)
@@ -469,7 +474,8 @@ async def test_an_owner_killed_at_a_point_of_a_list(transports: str, way: str, p
             over.set()
             with Stopwatch() as watch:
                 await peer.ended()
-                await released(endpoint.worker)
+                if not may_be_kept:
+                    await released(endpoint.worker)
         assert watch.seconds < SOON
         if error is None:
             assert progress.completed == count
@@ -477,10 +483,12 @@ async def test_an_owner_killed_at_a_point_of_a_list(transports: str, way: str, p
             assert error.__notes__ == [f"the first {progress.completed} of {count} blocks are completed"]
         for block in numbers[: progress.completed]:
             assert here[block * size : (block + 1) * size] == data[block * size : (block + 1) * size]
-        assert_free(here)
+        if not may_be_kept:
+            assert_free(here)
         with pytest.raises(trio.BrokenResourceError):
             while True:
                 await plan.get(numbers, numbers)
+    assert_free(here)
 
 
 @pytest.mark.parametrize("transports", ["tcp", "sm,self"])
