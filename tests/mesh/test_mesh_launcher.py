@@ -373,7 +373,15 @@ def test_a_rank_that_fails_is_started_again(start: Start) -> None:
 
 def test_restarts_are_counted_for_all_ranks(start: Start) -> None:
     """The one after the last ends all, with its status."""
-    program = COUNTED + "    if rank != '0' and times == 1: sys.exit(5)\n    if times == 2 and rank == '1': sys.exit(6)"
+    text = """
+        if rank != '0' and times == 1:
+            sys.exit(5)
+        if rank == '1':
+            while not os.path.exists(f"{folder}/2") or os.stat(f"{folder}/2").st_size < 2:
+                time.sleep(0.01)  # rank 2 took the last restart
+            sys.exit(6)
+    """
+    program = COUNTED + textwrap.indent(textwrap.dedent(text), "    ")
     launch = start(program, "--ranks", "3", "--restart", "2", "--grace", "0.1")
     status, out, err = launch.finish()
     assert status == 6 and err[-1].startswith("python -m trio_ucx mesh: rank 1 ")
