@@ -253,6 +253,12 @@ class _Serving:
             return None
         except Exception as error:
             return _raised(found, call, codec, error)
+        except BaseExceptionGroup as group:  # what a handler with a nursery raises if it fails when it is cancelled
+            cancelled, rest = group.split(trio.Cancelled)
+            if cancelled is None or not isinstance(rest, Exception):
+                raise
+            _raised(found, call, codec, rest)  # logs it: nobody waits for the answer
+            raise cancelled from None
 
 
 async def _send_last(talk: Channel, message: Any) -> None:
