@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
 import pytest
 import trio
-from helpers import open_peer, serving
+from helpers import Rounds, open_peer, serving
 
 import trio_ucx
 from trio_ucx import rpc
@@ -24,6 +25,11 @@ class Shop(rpc.Service):
     @rpc.method
     async def echo(self, call: rpc.Call, data: Any = None) -> Any:
         return data
+
+    @rpc.method
+    async def pause(self, call: rpc.Call, seconds: float) -> float:
+        await trio.sleep(seconds)
+        return seconds
 
     @rpc.method
     async def late(self, call: rpc.Call) -> int:
@@ -187,3 +193,45 @@ async def test_call_on_a_lost_connection() -> None:
                 await client.call("echo")
             assert not caught.value.may_have_run
             connection.abort()
+
+
+async def test_a_call_that_is_cancelled_cancels_no_other(chance: random.Random, rounds: Rounds) -> None:
+    """Handlers take turns in the same tasks of the server, whatever became of the call before."""
+    cancelled = done = 0
+
+    async def work(client: rpc.Client) -> None:
+        nonlocal cancelled, done
+        for _ in range(rounds(60, 3000)):
+            seconds = chance.choice([0.0, 0.001, 0.003])
+            match chance.randrange(3):
+                case 0:
+                    with trio.move_on_after(seconds * chance.uniform(0.8, 1.2)) as scope:
+                        await client.call("pause", seconds=seconds)
+                    cancelled += scope.cancelled_caught
+                case 1:
+                    try:
+                        await client.call("pause", seconds=seconds, timeout=seconds * chance.uniform(0.8, 1.2))
+                    except rpc.CallTimedOut:
+                        cancelled += 1
+                case _:
+                    assert await client.call("pause", seconds=seconds) == seconds
+                    assert await client.call("pause", seconds=seconds, timeout=60) == seconds
+            done += 1
+
+    with trio.fail_after(200):
+        async with serving(rpc.serving(Shop())) as listener, rpc.connect(listener.address) as client:
+            async with trio.open_nursery() as nursery:
+                for _ in range(20):
+                    nursery.start_soon(work, client)
+    assert cancelled and done == 20 * rounds(60, 3000)
+
+
+async def test_deadlines_of_calls_one_after_the_other() -> None:
+    """The deadline of a call does not bind the next one, which the same task of the server answers."""
+    with trio.fail_after(30):
+        async with serving(rpc.serving(Shop(), limit=1)) as listener, rpc.connect(listener.address) as client:
+            for _ in range(3):
+                assert await client.call("pause", seconds=0, timeout=0.2) == 0
+                assert await client.call("pause", seconds=0.3) == 0.3
+                with pytest.raises(rpc.CallTimedOut):
+                    await client.call("pause", seconds=1, timeout=0.05)
