@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from helpers import Rounds, open_peer, serving
 
 import trio_ucx
@@ -235,3 +236,31 @@ async def test_deadlines_of_calls_one_after_the_other() -> None:
                 assert await client.call("pause", seconds=0.3) == 0.3
                 with pytest.raises(rpc.CallTimedOut):
                     await client.call("pause", seconds=1, timeout=0.05)
+
+
+async def test_client_that_was_closed() -> None:
+    """Calls and streams say so, also those that wait for a connection."""
+    errors: list[BaseException] = []
+
+    async def call(client: rpc.Client) -> None:
+        try:
+            await client.call("echo")
+        except trio.ClosedResourceError as error:
+            errors.append(error)
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            serve = partial(trio_ucx.serve_ucx, rpc.serving(Shop()), 0, host="127.0.0.1")
+            server = await nursery.start(serve)
+            async with rpc.connect(server.address, retry=trio_ucx.Backoff()) as client:
+                await client.call("echo")
+                await server.drain(1)
+                nursery.start_soon(call, client)
+                await trio.sleep(0.2)
+            for _ in range(2):
+                with trio.testing.assert_checkpoints(), pytest.raises(trio.ClosedResourceError, match="client"):
+                    await client.call("echo")
+                with pytest.raises(trio.ClosedResourceError, match="client"):
+                    async with client.stream("count", to=1):
+                        pass
+    assert len(errors) == 1
