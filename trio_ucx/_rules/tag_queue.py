@@ -445,7 +445,10 @@ class TagQueue:
             self.unpack()
         if self.receives is NOTHING:
             self.receives = collections.deque()
-        self.receives.append(receive)
+        if self.number == wire.UNACCEPTED:  # any task will do: the last one polls, the others would have to be woken
+            self.receives.appendleft(receive)
+        else:
+            self.receives.append(receive)
         if self.messages:
             self.advance()
 

@@ -181,7 +181,11 @@ class Client:
             while True:
                 line = self._lines.current
                 if line is None or not line.usable:
-                    line, message = await self._lines.next(), None
+                    try:
+                        line, message = await self._lines.next(), None
+                    except CallLost as error:
+                        error.may_have_run = request.may_have_run
+                        raise
                 try:
                     return await self._attempt(line, request, message or request.message())
                 except CallLost as error:
@@ -287,6 +291,7 @@ class Client:
 async def _begin(talk: Channel, request: _Request, message: Any) -> None:
     try:
         talk._check_send()
+        talk.connection._link.sending.check()
     except trio.BrokenResourceError as error:
         raise request.lost(error, may_have_run=False) from error
     request.may_have_run = True

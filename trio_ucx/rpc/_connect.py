@@ -69,7 +69,10 @@ async def connect(
         try:
             client = Client._over(lines, limit, service, errors, hook)
             await lines.next()
-            yield client
+            try:
+                yield client
+            finally:
+                lines.closed = True
             for line in list(lines.held):
                 await close(line.connection)
         except CallLost as error:

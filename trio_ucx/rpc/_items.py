@@ -14,6 +14,8 @@ from ._service import whole
 
 #: How many items may be unread. A side that has read half of them says so (CREDIT).
 UNREAD_ITEMS = 8
+#: More than that are refused: a send that was cancelled may have sent its item, for which there is a credit again.
+_MOST_UNREAD = 4 * UNREAD_ITEMS
 
 
 class ItemFlow:
@@ -26,6 +28,8 @@ class ItemFlow:
         self._talk = talk
         self._codec = codec
         self._may_send = UNREAD_ITEMS
+        #: Items whose sends were cancelled: they may have been sent all the same.
+        self._unsure = 0
         self._read = 0
         self._arrived: collections.deque[tuple[int, Any]] = collections.deque()
         self._receiving = False
@@ -40,22 +44,30 @@ class ItemFlow:
             Others: as ``Channel.receive``.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
+        if self._read >= UNREAD_ITEMS // 2:
+            await self._send_credit()
         if self._arrived:
             await trio.lowlevel.cancel_shielded_checkpoint()
         while not self._arrived:
             await self._receive()
         kind, value = self._arrived.popleft()
-        if kind == wire.ITEM:
-            self._read += 1
-            if self._read == UNREAD_ITEMS // 2:
-                self._read = 0
-                try:
-                    self._talk.send_nowait(self._codec.plain[wire.CREDIT] + self._codec.encode(None))
-                except trio.WouldBlock:
-                    self._read = UNREAD_ITEMS // 2 - 1  # with the next item
-                except (trio.BrokenResourceError, trio.ClosedResourceError):
-                    pass  # it sends no more
+        self._read += kind == wire.ITEM
         return kind, value
+
+    async def _send_credit(self) -> None:
+        """Says that items were read. Waits only where the peer cannot send another one before it knows."""
+        credit = self._codec.plain[wire.CREDIT] + self._codec.encode(None)
+        try:
+            while self._read >= UNREAD_ITEMS // 2:
+                try:
+                    self._talk.send_nowait(credit)
+                except trio.WouldBlock:
+                    if self._read < UNREAD_ITEMS:
+                        return
+                    await self._talk.send(credit)  # the peer waits for it, so it gets through a full window
+                self._read -= UNREAD_ITEMS // 2
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # it sends no more
 
     async def send(self, value: Any, buffers: Any) -> None:
         """Sends an item, when the peer has room for it; a checkpoint.
@@ -72,7 +84,12 @@ class ItemFlow:
                 raise PeerClosed("the other side of this stream has ended")
             await self._receive()
         self._may_send -= 1
-        await self._talk.send(message)
+        try:
+            await self._talk.send(message)
+        except trio.Cancelled:
+            self._may_send += 1
+            self._unsure += 1
+            raise
 
     async def _receive(self) -> None:
         """Receives a message, or waits until another task has."""
@@ -88,9 +105,10 @@ class ItemFlow:
             self._received.unpark_all()
         if kind == wire.CREDIT:
             self._may_send += UNREAD_ITEMS // 2
-            if self._may_send > UNREAD_ITEMS:
+            if self._may_send > UNREAD_ITEMS + self._unsure:
                 raise wire.BadMessage("a credit for more items than were sent")
-        elif len(self._arrived) > UNREAD_ITEMS + 1:
+            self._may_send = min(self._may_send, UNREAD_ITEMS)
+        elif len(self._arrived) > _MOST_UNREAD:
             raise wire.BadMessage("an item for which there was no credit")
         else:
             self.over |= kind in (wire.REPLY, wire.ERROR)

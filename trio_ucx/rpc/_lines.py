@@ -63,6 +63,7 @@ class Lines:
 
         Raises:
             CallLost: there is none.
+            trio.ClosedResourceError: the client was closed.
         """
         raise NotImplementedError
 
@@ -101,18 +102,23 @@ class DialedLines(Lines):
         nursery: for the tasks that have the connections.
         openers: open a connection to each of the servers.
         retry: how to try again when none could be reached; None: not at all.
+        closed: whether the client was closed: none is opened any more.
     """
 
     nursery: trio.Nursery
     openers: Sequence[Callable[[], Awaitable[Connection]]]
     retry: Backoff | None
     current: Line | None = None
+    closed: bool = False
     held: list[Line] = attrs.field(factory=list)
     _first: int = 0
     _dial: _Dial | None = None
 
     async def next(self) -> Line:
         while self.current is None or not self.current.usable:
+            if self.closed:
+                await trio.lowlevel.checkpoint()
+                raise trio.ClosedResourceError("this client was closed")
             if self._dial is None:
                 self._dial = _Dial()
                 self.nursery.start_soon(self._hold, self._dial)

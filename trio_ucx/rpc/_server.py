@@ -58,8 +58,15 @@ class Call(metaclass=OpenedNotConstructed):
     buffers: list[memoryview]
     metadata: dict[str, str]
     connection: Connection
-    _flow: ItemFlow
+    _talk: Channel
+    _codec: Codec
     _deadline: float
+    _opened_flow: ItemFlow | None = None
+
+    @property
+    def _flow(self) -> ItemFlow:
+        self._opened_flow = self._opened_flow or ItemFlow(self._talk, self._codec)
+        return self._opened_flow
 
     def time_left(self) -> float:
         """Returns the seconds until the call is cancelled; ``math.inf`` if it has no deadline.
@@ -157,12 +164,8 @@ class _Serving:
         self.tasks += 1
         self.idle += 1
         try:
-            async for talk in self.connection.conversations():
-                self.idle -= 1
-                await self.answer(talk)
-                self.idle += 1
-                if self.idle > _IDLE_TASKS:
-                    return
+            while await self.answer_until_cancelled():
+                pass
         except trio.ClosedResourceError:
             return  # a handler has closed the connection
         finally:
@@ -171,6 +174,21 @@ class _Serving:
         if self.connection.draining and not self.refuses and self.refusing is not None:
             self.refuses = True
             self.refusing.start_soon(self.refuse_late_calls)
+
+    async def answer_until_cancelled(self) -> bool:
+        """Returns True if a call was cancelled, and False if this task is not needed any more."""
+        scope = _CallScope()
+        with scope.cancel_scope:
+            async for talk in self.connection.conversations():
+                self.idle -= 1
+                try:
+                    await self.answer(talk, scope)
+                finally:
+                    self.idle += 1
+                if self.idle > _IDLE_TASKS:
+                    return False
+            return False
+        return True
 
     async def refuse_late_calls(self) -> None:
         """Refuses the calls that come while the server drains and others are still running."""
@@ -190,7 +208,7 @@ class _Serving:
 
     # ---- one call ----
 
-    async def answer(self, talk: Channel) -> None:
+    async def answer(self, talk: Channel, scope: _CallScope) -> None:
         begun_at, answered = trio.current_time(), False
         try:
             try:
@@ -201,7 +219,7 @@ class _Serving:
             try:
                 if not self.idle and self.tasks < self.limit and self.workers is not None:
                     self.workers.start_soon(self.work, name=f"rpc {self.connection!r}")
-                message = await self.result(talk, begun_at)
+                message = await self.result(talk, scope, begun_at)
             finally:
                 self.slots.release()
             if message is not None:
@@ -212,7 +230,7 @@ class _Serving:
         finally:
             talk._close(by_force=not answered)
 
-    async def result(self, talk: Channel, begun_at: float) -> Any:
+    async def result(self, talk: Channel, scope: _CallScope, begun_at: float) -> Any:
         """Returns the message with the answer to a call; None if nobody waits for one."""
         codec = wire.CODECS[wire.JSON]
         try:
@@ -231,14 +249,16 @@ class _Serving:
         except (ValueError, RecursionError) as error:
             return failure(codec, wire.BAD_ARGUMENTS, bounded(f"{name}: {error}"))
         deadline = math.inf if left is None else begun_at + left
-        scope = trio.CancelScope(deadline=deadline)
-        watch = _LeaveWatch(talk, scope)
+        call = Call._create(name, buffers, metadata or {}, self.connection, talk, codec, deadline)
         message = None
-        with scope, watch:
-            call = Call._create(name, buffers, metadata or {}, self.connection, ItemFlow(talk, codec), deadline)
+        scope.begin(talk, deadline)
+        try:
             message = await self.run_handler(found, call, codec, arguments)
-        if message is None and not watch.left:
-            return failure(codec, wire.DEADLINE, f"{name}: the deadline has passed")
+        finally:
+            if scope.end() and message is None:
+                with suppress(trio.WouldBlock, *_GONE):
+                    talk.send_nowait(failure(codec, wire.DEADLINE, f"{name}: the deadline has passed"))
+                    talk._close()
         return message
 
     async def run_handler(self, found: Method, call: Call, codec: Codec, arguments: dict[str, Any]) -> Any:
@@ -253,6 +273,12 @@ class _Serving:
             return None
         except Exception as error:
             return _raised(found, call, codec, error)
+        except BaseExceptionGroup as group:  # what a handler with a nursery raises if it fails when it is cancelled
+            cancelled, rest = group.split(trio.Cancelled)
+            if cancelled is None or not isinstance(rest, Exception):
+                raise
+            _raised(found, call, codec, rest)  # logs it: nobody waits for the answer
+            raise cancelled from None
 
 
 async def _send_last(talk: Channel, message: Any) -> None:
@@ -269,34 +295,55 @@ async def _send_last(talk: Channel, message: Any) -> None:
         talk._close()
 
 
-class _LeaveWatch:
-    """Cancels a scope when the peer leaves a conversation, or the connection ends: ``Channel.cancel_when_left``.
+class _CallScope:
+    """A cancel scope for the calls of one task, which runs them one after the other, until one of them is cancelled.
 
-    If this side ends it, the client is told before that the call was broken off: it may have run.
+    (A scope for each would cost more than the rest of a call.) It is cancelled at the deadline of the call, and when
+    the peer leaves the conversation or the connection ends, as with ``Channel.cancel_when_left``. If this side ends the
+    connection, the client is told before that the call was broken off: it may have run.
     """
 
-    __slots__ = ("_scope", "_state", "_talk", "left")
+    __slots__ = ("_deadline", "_left", "_on_end", "_talk", "cancel_scope")
 
-    def __init__(self, talk: Channel, scope: trio.CancelScope) -> None:
-        self._talk = talk
-        self._state = talk._state
-        self._scope = scope
-        self.left = False
-        if self._state.problem() is not None or talk.connection._link.sending.over:
-            self.left = True
-            scope.cancel()
+    def __init__(self) -> None:
+        self.cancel_scope = trio.CancelScope()
+        self._left = False
+        self._deadline = math.inf
+        self._talk: Channel | None = None
+        self._on_end = (self._ended,)
 
-    def __enter__(self) -> None:
-        self._state.on_end += (self._ended,)
+    def begin(self, talk: Channel, deadline: float) -> None:
+        self._talk, self._deadline, self._left = talk, deadline, False
+        state = talk._state
+        state.on_end += self._on_end
+        if state.problem() is not None or talk.connection._link.sending.over:
+            self._left = True
+            self._cancel(talk)
+        elif deadline != math.inf:
+            self.cancel_scope.deadline = deadline
 
-    def __exit__(self, *_: object) -> None:
-        self._state.on_end = ()
+    def end(self) -> bool:
+        """The call is over. Returns True if its deadline has passed, and somebody may want to know."""
+        assert self._talk is not None
+        self._talk._state.on_end = ()
+        self._talk = None
+        if self._deadline == math.inf:
+            return False
+        passed = self.cancel_scope.cancel_called and not self._left
+        self.cancel_scope.deadline = math.inf
+        return passed
 
     def _ended(self) -> None:
-        self.left = True
-        self._talk._close(by_force=True)
-        # Cancelled later: not while messages are delivered.
-        trio.lowlevel.current_trio_token().run_sync_soon(self._scope.cancel)
+        talk = self._talk
+        if talk is not None and not self._left:
+            self._left = True
+            talk._close(by_force=True)
+            # Cancelled later: not while messages are delivered.
+            trio.lowlevel.current_trio_token().run_sync_soon(self._cancel, talk)
+
+    def _cancel(self, talk: Channel) -> None:
+        if self._talk is talk:
+            self.cancel_scope.cancel()
 
 
 async def _wait_for_slot(talk: Channel, slots: trio.Semaphore) -> bool:

@@ -1,0 +1,266 @@
+"""trio_ucx.rpc where the window is full, sends of items are cancelled, and handlers fail while they are cancelled."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from helpers import Rounds, open_peer, serving
+
+import trio_ucx
+from trio_ucx import rpc
+
+
+class Shop(rpc.Service):
+    def __init__(self) -> None:
+        self.running = 0
+        self.may_read = trio.Event()
+        self.runs = 0
+
+    @rpc.method
+    async def echo(self, call: rpc.Call, data: Any = None) -> Any:
+        return data
+
+    @rpc.method
+    async def pause(self, call: rpc.Call, seconds: float) -> float:
+        await trio.sleep(seconds)
+        return seconds
+
+    @rpc.method
+    async def late(self, call: rpc.Call) -> int:
+        await self.may_read.wait()
+        return sum([1 async for _ in call.items()])
+
+    @rpc.stream
+    async def count(self, call: rpc.Call, to: int) -> AsyncIterator[int]:
+        for number in range(to):
+            yield number
+
+    @rpc.method
+    async def unwilling(self, call: rpc.Call) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            try:
+                await trio.sleep_forever()
+            finally:
+                raise ValueError("on the way out")
+
+    @rpc.method(idempotent=True)
+    async def die(self, call: rpc.Call) -> None:
+        self.runs += 1
+        call.connection.abort()
+        await trio.sleep_forever()
+
+
+async def test_error_of_a_handler_that_is_cancelled(caplog: Any) -> None:
+    """The handler raises a group of its error and the cancellation: the server must go on."""
+    with trio.fail_after(20):
+        async with serving(rpc.serving(Shop())) as listener, rpc.connect(listener.address) as client:
+            with pytest.raises(rpc.CallTimedOut):
+                await client.call("unwilling", timeout=0.05)
+            assert await client.call("echo", data=1, timeout=5) == 1
+
+
+async def test_cancelled_sends_of_items() -> None:
+    """Sends that are cancelled while the connection's window is full use up no credit."""
+    shop = Shop()
+    with trio.fail_after(20):
+        async with serving(rpc.serving(shop), window=4096) as listener, rpc.connect(listener.address) as client:
+            async with client.stream("late") as stream:
+                sent = 0
+                for _ in range(12):
+                    with trio.move_on_after(0.01):
+                        await stream.send("x" * 1500)
+                        sent += 1
+                shop.may_read.set()
+                await trio.sleep(0.1)
+                with trio.fail_after(5):
+                    for _ in range(10):
+                        await stream.send("x")
+                        sent += 1
+                assert await stream.result() >= sent
+
+
+async def test_credit_that_would_block() -> None:
+    """A stream goes on after the window of the other direction was full for a while."""
+    other = trio.Event()
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rpc.serving(Shop()), connection)
+            await other.wait()
+            with contextlib.suppress(trio.EndOfChannel):
+                while True:
+                    await connection.receive(tag=5)
+
+    with trio.fail_after(20):
+        async with serving(handler, window=4096) as listener, trio_ucx.connect(listener.address) as connection:
+            async with rpc.Client(connection).stream("count", to=1000) as stream:
+                await trio.sleep(0.2)  # until the first items are here
+                for size in 600, 50, 0:
+                    with contextlib.suppress(trio.WouldBlock):
+                        while True:
+                            connection.send_nowait(bytes(size), tag=5)
+                got = []
+                with trio.move_on_after(0.5):
+                    async for number in stream:
+                        got.append(number)
+                other.set()
+                with trio.move_on_after(3):
+                    async for number in stream:
+                        got.append(number)
+                assert got == [*range(1000)], len(got)
+
+
+async def test_uploads_nobody_reads_do_not_stop_calls() -> None:
+    shop = Shop()
+    with trio.fail_after(20):
+        async with serving(rpc.serving(shop)) as listener, rpc.connect(listener.address) as client:
+            async with contextlib.AsyncExitStack() as stack:
+                for _ in range(5):
+                    stream = await stack.enter_async_context(client.stream("late"))
+                    with trio.move_on_after(0.05):
+                        while True:
+                            await stream.send("x" * 50_000)
+                assert await client.call("echo", data=1, timeout=3) == 1
+
+
+async def test_may_have_run_of_an_earlier_attempt() -> None:
+    """An idempotent call may have run; then there is no server any more."""
+    shop = Shop()
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            server = await nursery.start(partial(trio_ucx.serve_ucx, rpc.serving(shop), 0, host="127.0.0.1"))
+            async with rpc.connect(server.address, retry=trio_ucx.Backoff(first=0.01, timeout=0.1)) as client:
+                await client.call("echo")
+                for listener in server:
+                    await listener.aclose()
+                with pytest.raises(rpc.CallLost) as caught:
+                    await client.call("die", idempotent=True)
+                assert shop.runs == 1 and caught.value.may_have_run
+            nursery.cancel_scope.cancel()
+
+
+async def test_items_are_read_while_no_credit_can_be_sent() -> None:
+    """A reader gets each item as it comes, also while the window of the other direction is full."""
+    begin = trio.Event()
+
+    class Slow(rpc.Service):
+        @rpc.stream
+        async def count(self, call: rpc.Call) -> AsyncIterator[int]:
+            for number in range(7):
+                yield number
+            await trio.sleep_forever()
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rpc.serving(Slow()), connection)
+            await begin.wait()
+
+    with trio.fail_after(20):
+        async with serving(handler, window=4096) as listener, trio_ucx.connect(listener.address) as connection:
+            async with rpc.Client(connection).stream("count") as stream:
+                await trio.sleep(0.1)
+                for size in 600, 50, 0:
+                    with contextlib.suppress(trio.WouldBlock):
+                        while True:
+                            connection.send_nowait(bytes(size), tag=5)
+                got = []
+                with trio.move_on_after(1):
+                    async for number in stream:
+                        got.append(number)
+                assert got == [*range(7)]
+            connection.abort()
+            begin.set()
+
+
+async def test_call_on_a_lost_connection() -> None:
+    """It has certainly not run."""
+    with trio.fail_after(30):
+        async with open_peer("echo", [0]) as peer:
+            address, _ = await peer.hear()
+            connection = await trio_ucx.connect(tuple(address)).__aenter__()
+            client = rpc.Client(connection)
+            peer.signal(9)
+            with contextlib.suppress(trio.BrokenResourceError):
+                await connection.wait_closed()
+            with pytest.raises(rpc.CallLost) as caught:
+                await client.call("echo")
+            assert not caught.value.may_have_run
+            connection.abort()
+
+
+async def test_a_call_that_is_cancelled_cancels_no_other(chance: random.Random, rounds: Rounds) -> None:
+    """Handlers take turns in the same tasks of the server, whatever became of the call before."""
+    cancelled = done = 0
+
+    async def work(client: rpc.Client) -> None:
+        nonlocal cancelled, done
+        for _ in range(rounds(60, 3000)):
+            seconds = chance.choice([0.0, 0.001, 0.003])
+            match chance.randrange(3):
+                case 0:
+                    with trio.move_on_after(seconds * chance.uniform(0.8, 1.2)) as scope:
+                        await client.call("pause", seconds=seconds)
+                    cancelled += scope.cancelled_caught
+                case 1:
+                    try:
+                        await client.call("pause", seconds=seconds, timeout=seconds * chance.uniform(0.8, 1.2))
+                    except rpc.CallTimedOut:
+                        cancelled += 1
+                case _:
+                    assert await client.call("pause", seconds=seconds) == seconds
+                    assert await client.call("pause", seconds=seconds, timeout=60) == seconds
+            done += 1
+
+    with trio.fail_after(200):
+        async with serving(rpc.serving(Shop())) as listener, rpc.connect(listener.address) as client:
+            async with trio.open_nursery() as nursery:
+                for _ in range(20):
+                    nursery.start_soon(work, client)
+    assert cancelled and done == 20 * rounds(60, 3000)
+
+
+async def test_deadlines_of_calls_one_after_the_other() -> None:
+    """The deadline of a call does not bind the next one, which the same task of the server answers."""
+    with trio.fail_after(30):
+        async with serving(rpc.serving(Shop(), limit=1)) as listener, rpc.connect(listener.address) as client:
+            for _ in range(3):
+                assert await client.call("pause", seconds=0, timeout=0.2) == 0
+                assert await client.call("pause", seconds=0.3) == 0.3
+                with pytest.raises(rpc.CallTimedOut):
+                    await client.call("pause", seconds=1, timeout=0.05)
+
+
+async def test_client_that_was_closed() -> None:
+    """Calls and streams say so, also those that wait for a connection."""
+    errors: list[BaseException] = []
+
+    async def call(client: rpc.Client) -> None:
+        try:
+            await client.call("echo")
+        except trio.ClosedResourceError as error:
+            errors.append(error)
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            serve = partial(trio_ucx.serve_ucx, rpc.serving(Shop()), 0, host="127.0.0.1")
+            server = await nursery.start(serve)
+            async with rpc.connect(server.address, retry=trio_ucx.Backoff()) as client:
+                await client.call("echo")
+                await server.drain(1)
+                nursery.start_soon(call, client)
+                await trio.sleep(0.2)
+            for _ in range(2):
+                with trio.testing.assert_checkpoints(), pytest.raises(trio.ClosedResourceError, match="client"):
+                    await client.call("echo")
+                with pytest.raises(trio.ClosedResourceError, match="client"):
+                    async with client.stream("count", to=1):
+                        pass
+    assert len(errors) == 1
