@@ -225,6 +225,35 @@ async def test_leaving_needs_no_message_of_its_own(worker: ucp.Worker, monkeypat
         await nothing_is_left(client, server)
 
 
+async def test_conversations_wake_no_task_that_waits_for_the_end(worker: ucp.Worker) -> None:
+    looks = 0
+
+    async def wait_closed(connection: trio_ucx.Connection) -> None:
+        nonlocal looks
+        task = trio.lowlevel.current_task()
+
+        class Steps(trio.abc.Instrument):
+            def before_task_step(self, stepping: trio.lowlevel.Task) -> None:
+                nonlocal looks
+                looks += stepping is task
+
+        trio.lowlevel.add_instrument(Steps())
+        await connection.wait_closed()
+
+    async with open_pair(worker, worker) as (client, server), trio.open_nursery() as nursery:
+        nursery.start_soon(wait_closed, client)
+        nursery.start_soon(wait_closed, server)
+        nursery.start_soon(trio_ucx.answering(echoed), server)
+        for _ in range(50):
+            assert await client.request(b"x") == b"x"
+        assert looks < 10
+        nursery.cancel_scope.cancel()
+
+
+async def echoed(request: bytes) -> bytes:
+    return request
+
+
 async def test_a_receive_that_waits_before_its_conversation_begins(worker: ucp.Worker) -> None:
     """The reply gets through although a tag that nobody reads has filled the window."""
     async with open_pair(worker, window=4096) as (client, server), trio.open_nursery() as nursery:

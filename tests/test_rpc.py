@@ -20,6 +20,7 @@ import pytest
 import trio
 from helpers import nothing_happens, open_listener, pattern, python_path, until
 from rpc_service import Locked, Store
+from sample_arrays import DTYPES, SHAPES, assert_same, filled, some_layout
 from trio.testing import assert_checkpoints
 
 import trio_ucx
@@ -86,23 +87,80 @@ async def test_values_and_buffers(over: str) -> None:
 
 async def test_arrays_are_sent_from_where_they_are() -> None:
     array = numpy.arange(1_000_000, dtype=numpy.float64).reshape(1000, 1000)
-    seen = []
 
     class Sums(rpc.Service):
         @rpc.method
-        async def sum(self, call: rpc.Call, dtype: str) -> rpc.Reply:
-            [buffer] = call.buffers
-            seen.append(buffer)
-            received = numpy.frombuffer(buffer, dtype)
-            assert received.ctypes.data % 16 == 0
-            return rpc.Reply({"dtype": dtype}, [received * 2, b"rest"])
+        async def sum(self, call: rpc.Call) -> rpc.Reply:
+            [received] = call.arrays()
+            assert received.ctypes.data % 16 == 0 and numpy.array_equal(received, array)
+            received *= 2
+            return rpc.Reply("twice", [received, b"rest"])
 
     async with client_of(Sums()) as client:
-        reply = await client.call("sum", dtype="float64", buffers=[array])
-        assert numpy.array_equal(numpy.frombuffer(reply.buffers[0]), array.ravel() * 2)
-        assert bytes(reply.buffers[1]) == b"rest" and isinstance(reply.buffers[1], memoryview)
-        message = wire.encode_message(MSGPACK, wire.CALL, [], [array])
-        assert message[1] is array
+        reply = await client.call("sum", buffers=[array])
+        twice, rest = reply.arrays()
+        assert numpy.array_equal(twice, array * 2)
+        twice[0, 0] = 1
+        assert numpy.frombuffer(reply.buffers[0])[0] == 1, "they are the same memory"
+        assert bytes(reply.buffers[1]) == b"rest" == rest.tobytes() and isinstance(reply.buffers[1], memoryview)
+        pieces = wire.encode_message(MSGPACK, wire.CALL, [], [array])
+        assert any(isinstance(each, numpy.ndarray) and numpy.shares_memory(each, array) for each in pieces)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.sample(8)
+async def test_arrays_of_every_kind(seed: int) -> None:
+    chance = random.Random(seed)
+    arrays = [
+        some_layout(chance, filled(chance, numpy.dtype(chance.choice(DTYPES)), chance.choice(SHAPES)))
+        for _ in range(chance.randrange(1, 6))
+    ]
+
+    class Arrays(rpc.Service):
+        @rpc.method
+        async def back(self, call: rpc.Call) -> rpc.Reply:
+            return rpc.Reply(None, call.arrays())
+
+        @rpc.stream
+        async def items(self, call: rpc.Call) -> AsyncIterator[rpc.Reply]:
+            async for item in call.items():
+                yield rpc.Reply(item.value, item.arrays())
+
+    async with client_of(Arrays()) as client:
+        reply = await client.call("back", buffers=arrays)
+        for got, sent in zip(reply.arrays(), arrays, strict=True):
+            assert_same(got, sent)
+        async with client.stream("items") as stream:
+            for number, array in enumerate(arrays):
+                await stream.send(number, buffers=(array,))
+                item = await anext(stream)
+                assert item.value == number
+                assert_same(item.arrays()[0], array)
+
+
+@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.sample(20)
+def test_damaged_messages_are_refused(seed: int) -> None:
+    chance = random.Random(seed)
+    message = wire.encode_message(MSGPACK, wire.ITEM, {"a": 1}, [numpy.arange(12).reshape(3, 4), b"xyz"])
+    assert wire.decode_message(message)[3].arrays()[0].shape == (3, 4)
+    for _ in range(200):
+        damaged = bytearray(message)
+        for _ in range(chance.randrange(1, 4)):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        del damaged[chance.randrange(1, 4 * len(damaged)) :]
+        try:
+            codec, _, head, buffers = wire.decode_message(bytes(damaged))
+            wire.decode_head(codec, head)
+        except wire.BadMessage:
+            continue
+        assert sum(len(each) for each in buffers) <= len(damaged)
+
+
+async def test_buffers_that_have_not_arrived() -> None:
+    assert rpc.Reply("value").arrays() == []
+    with pytest.raises(TypeError, match="have arrived"):
+        rpc.Reply("value", [b"x"]).arrays()
 
 
 async def test_arguments_that_cannot_be_sent() -> None:
@@ -110,11 +168,14 @@ async def test_arguments_that_cannot_be_sent() -> None:
         for bad in (object(), {1, object()}, 2**70, "\ud800"):
             with pytest.raises((TypeError, ValueError)):
                 await client.call("echo", value=bad)
-        for buffer in ("text", 7, numpy.zeros((4, 4))[:, 0], numpy.zeros(3, object), None):
+        for buffer in ("text", 7, numpy.ma.masked_array([1, 2], [0, 1]), numpy.zeros(3, object), None):
             with pytest.raises((TypeError, ValueError)):
                 await client.call("echo", buffers=[buffer])
-        with pytest.raises(ValueError, match="too many"):
+        with pytest.raises(ValueError, match="send fewer"):
             await client.call("echo", buffers=[b"x"] * 2**16)
+        for buffers in (numpy.zeros(3), numpy.zeros(0), b"bytes", {"a": b"bytes"}, None, 5):
+            with pytest.raises(TypeError, match="must be a list or a tuple"):
+                await client.call("echo", buffers=buffers)
         with pytest.raises(TypeError, match="timeout"):
             await client.call("add", a=1, timeout="2")
         with pytest.raises(ValueError, match="timeout"):

@@ -84,17 +84,18 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         await link.send(self._state.number, value)
 
     async def _send_last(self, value: Buffer) -> None:
-        """Sends a message and closes this end: in one message, if it is a small one. Otherwise as :meth:`send`."""
+        """Sends a message and closes this end. Otherwise as :meth:`send`.
+
+        A small message and the end are one message, and no schedule point is passed: receiving the next one has one.
+        """
         link = self._connection._link
-        await trio.lowlevel.checkpoint_if_cancelled()
         self._check_send()
         link.sending.expect_more()
-        queue = link.queues[self._state.number]
+        queue = self._state.queue
         sent = link.sending.send_short(queue, value)
         if sent is True:
             self._close()
             link.sending.send_batch()
-            await link.engine.waiting.schedule_point()
         else:
             await completed(sent or link.sending.send(queue, value), link.engine)
             self._close()
@@ -261,20 +262,23 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
             trio.ClosedResourceError: this end was closed, or the connection.
         """
         self._check()
-        state, link = self._state, self._connection._link
         token = trio.lowlevel.current_trio_token()
         with trio.CancelScope() as scope:
 
             def cancel() -> None:
                 token.run_sync_soon(scope.cancel)  # not while messages are delivered: it ends receives
 
-            if state.problem() is not None or link.sending.over:
+            if self._at_end(cancel):
                 scope.cancel()
-            state.on_end += (cancel,)
             try:
                 yield scope
             finally:
-                state.on_end = tuple(one for one in state.on_end if one is not cancel)
+                self._state.on_end = tuple(one for one in self._state.on_end if one is not cancel)
+
+    def _at_end(self, function: Callable[[], None]) -> bool:
+        """Calls a function, once, when the peer leaves, or the connection ends. Returns True if that has happened."""
+        self._state.on_end += (function,)
+        return self._state.problem() is not None or self._connection._link.sending.over
 
     @enable_ki_protection
     async def aclose(self) -> None:

@@ -8,7 +8,7 @@ are views of one block of memory that is as long as the message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import trio
@@ -56,15 +56,20 @@ def message_of_many(arrays: Mapping[str, Any] | Sequence[Any]) -> Buffer:
 def _message(single: bool, names: tuple[str, ...] | None, arrays: Sequence[Any]) -> Buffer:
     described = [_contiguous(describe(array, "send")) for array in arrays]
     head, layout = encode(single, names, tuple(one.kind for one in described))
-    parts: list[Any] = [head]
-    position = layout.header_size
-    for one, offset, size in zip(described, layout.offsets, layout.sizes, strict=True):
-        if offset > position:
-            parts.append(bytes(offset - position))
-        if size:
-            parts.append(_bytes_of(one.buffer, size) if one.on_device else one.buffer)
-        position = offset + size
+    buffers = (_bytes_of(one.buffer) if one.on_device else one.buffer for one in described)
+    parts = [head, *_spread(layout, buffers, bytes)]
     return b"".join(parts) if layout.size <= COPIED and all(one.joins for one in described) else parts
+
+
+def _spread(layout: ArraysLayout, buffers: Iterable[Any], gap: Callable[[int], Any]) -> Iterator[Any]:
+    """Yields the buffers with arrays, and what is between them in a message: zeros, which ``gap`` makes."""
+    position = layout.header_size
+    for buffer, offset, size in zip(buffers, layout.offsets, layout.sizes, strict=True):
+        if offset > position:
+            yield gap(offset - position)
+        if size:
+            yield buffer
+        position = offset + size
 
 
 def _contiguous(described: Described) -> Described:
@@ -75,11 +80,11 @@ def _contiguous(described: Described) -> Described:
     return describe(numpy.ascontiguousarray(described.array), "send")
 
 
-def _bytes_of(buffer: Any, size: int) -> bytes:
+def _bytes_of(buffer: Any) -> bytes:
     """Returns a copy of a device's memory: a message has one kind of memory, and the header is in the host's."""
     pins = Pinned(buffer)
     try:
-        return pins.copy(size)
+        return pins.copy(pins.size)
     finally:
         pins.release()
 
@@ -125,18 +130,8 @@ class ArraysTarget:
         self._head, self._layout = encode(single, names, tuple(one.kind for one in self._described))
         self._found = bytearray(len(self._head))
         if all(one.buffer is not None and not one.on_device for one in self._described):
-            self.pins = pin(engine, self._parts(), writable=True, copies=True)
-
-    def _parts(self) -> list[Any]:
-        parts: list[Any] = [self._found]
-        position = self._layout.header_size
-        for one, offset, size in zip(self._described, self._layout.offsets, self._layout.sizes, strict=True):
-            if offset > position:
-                parts.append(bytearray(offset - position))
-            if size:
-                parts.append(one.buffer)
-            position = offset + size
-        return parts
+            parts = _spread(self._layout, [one.buffer for one in self._described], bytearray)
+            self.pins = pin(engine, [self._found, *parts], writable=True, copies=True)
 
     def fits(self, length: int) -> bool:
         return self.pins is not None and length == self._layout.size > COPIED
@@ -153,7 +148,7 @@ class ArraysTarget:
             for source, one in zip(sources, self._described, strict=True):
                 _copy(found, source, one, contents)
         except (_Mismatch, ImportError) as error:
-            return UnexpectedMessage(str(error))
+            return UnexpectedMessage(f"{error}; it was not taken")
         return None
 
     def _sources(self, found: ArraysLayout) -> list[int]:
@@ -163,7 +158,7 @@ class ArraysTarget:
             _Mismatch: they do not go together.
         """
         wanted = self._layout
-        problem = f"the message is {found}, and is to be received into {wanted}; it was not taken"
+        problem = f"the message is {found}, and is to be received into {wanted}"
         if (found.single, len(found.arrays)) != (wanted.single, len(wanted.arrays)):
             raise _Mismatch(problem)
         sources = list(range(len(found.arrays)))
@@ -179,7 +174,7 @@ class ArraysTarget:
             if not one.is_numpy and kind.order != one.kind.order:
                 raise _Mismatch(
                     f"the message has an array of {kind}, and is to be received into one of {one.kind}: only numpy's "
-                    "arrays can be converted; it was not taken"
+                    "arrays can be converted"
                 )
         return sources
 
@@ -233,15 +228,47 @@ class FreshTarget:
             layout = layout_of(memory)
             if layout.single != self._single:
                 right = "receive_array" if layout.single else "receive_arrays"
-                raise _Mismatch(f"the message is {layout}: call {right}; it was not taken")
+                raise _Mismatch(f"the message is {layout}: call {right}")
             views = [_view(layout, index, memory) for index in range(len(layout.arrays))]
         except (_Mismatch, ImportError) as error:
-            return UnexpectedMessage(str(error))
+            return UnexpectedMessage(f"{error}; it was not taken")
         if self._single:
             self.value = views[0]
         else:
             self.value = views if layout.names is None else dict(zip(layout.names, views, strict=True))
         return None
+
+
+class ReceivedBuffers(list[memoryview]):
+    """The bytes of each array at the end of a message, from ``start`` on, as writable memory.
+
+    Nobody may have another reference to that part of the message.
+
+    Raises:
+        BadHeader: it does not end with a list of arrays.
+        ImportError: see :func:`header.decode`.
+    """
+
+    def __init__(self, message: bytes, start: int) -> None:
+        self._memory = memory = memoryview(ffi.buffer(ffi.from_buffer("char[]", message)))[start:]
+        self._layout = layout = _layout_of(memory)
+        if layout.single or layout.names is not None:
+            raise BadHeader("no list of arrays")
+        places = zip(layout.offsets, layout.sizes, strict=True)
+        super().__init__(memory[offset : offset + size] for offset, size in places)
+
+    def arrays(self) -> list[Any]:
+        """Returns them as numpy's arrays, which are views.
+
+        Raises:
+            ImportError: numpy is missing, or ml_dtypes.
+            UnexpectedMessage: numpy has no such array.
+        """
+        _require_numpy()
+        try:
+            return [_view(self._layout, index, self._memory) for index in range(len(self))]
+        except _Mismatch as error:
+            raise UnexpectedMessage(str(error)) from None
 
 
 def _block(memory: Any, size: int) -> memoryview:
@@ -269,14 +296,20 @@ def layout_of(message: Any) -> ArraysLayout:
         ImportError: see :func:`header.decode`.
     """
     try:
-        size = header_size(bytes(message[:PREFIX_SIZE]), len(message))
-        layout = decode(bytes(message[:size]))
-        if layout.size != len(message):
-            raise BadHeader(f"its header describes {layout.size} bytes")
+        return _layout_of(message)
     except BadHeader as error:
-        raise _Mismatch(
-            f"the message, of {len(message)} bytes, has no arrays: {error}. It was not taken: receive it as bytes"
-        ) from None
+        raise _Mismatch(f"the message, of {len(message)} bytes, has no arrays: {error}: receive it as bytes") from None
+
+
+def _layout_of(message: Any) -> ArraysLayout:
+    """Raises:
+    BadHeader: it has no such header.
+    ImportError: see :func:`header.decode`.
+    """
+    size = header_size(bytes(message[:PREFIX_SIZE]), len(message))
+    layout = decode(bytes(message[:size]))
+    if layout.size != len(message):
+        raise BadHeader(f"its header describes {layout.size} bytes")
     return layout
 
 
@@ -294,7 +327,7 @@ def _view(layout: ArraysLayout, index: int, memory: Any) -> Any:
         dtype = numpy_dtype(kind.dtype)
         return numpy.ndarray(kind.shape, dtype, memory, layout.offsets[index], order=kind.order)
     except (ValueError, TypeError, OverflowError, MemoryError) as error:
-        raise _Mismatch(f"numpy has no such array ({kind}): {error}. The message was not taken") from error
+        raise _Mismatch(f"numpy has no such array ({kind}): {error}") from error
 
 
 class SupportsReceive(Protocol):

@@ -142,6 +142,7 @@ class Closing:
         self._receiving.stop(error)
         # Messages that wait for credit are waited for. A write to the byte stream ends, as in Trio.
         self._sending.withdraw(self._receiving.queues[wire.STREAM], error)
+        self.share.operations.changed()
         if not self._sending.finished():
             self._sending.send_frame(wire.Stop())
 

@@ -328,13 +328,11 @@ class Sending:
         return all(send.cancelled and (not send.queue.stream or send in spare) for send in self._in_flight())
 
     def withdraw(self, queue: TagQueue, error: Exception) -> None:
-        """Ends the sends of a tag queue that wait for credit, or for room in it. All waits look again."""
-        if self.credit.waiting:
+        """Ends the sends of a tag queue that wait for credit, or for room in it."""
+        if queue.waiting_sends:
             for send in list(queue.waiting_sends):
                 send.withdraw(error)
             self.send_waiting()
-        else:
-            self.share.operations.changed()
 
     def dropped_there(self, queue: int, length: int) -> None:
         """DROPPED arrived: the peer could not receive a message."""

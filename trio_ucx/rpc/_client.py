@@ -129,7 +129,8 @@ class Client:
             method: its name.
             timeout: seconds for everything: waiting for a connection, or for other calls, included. The deadlines of
                 cancel scopes around the call count, too. The time that is left travels to the handler.
-            buffers: what to send beside the arguments without a copy: bytes, arrays in host memory and the like.
+            buffers: a list of what to send beside the arguments without a copy: bytes, arrays, whatever
+                :meth:`Connection.send_arrays` takes.
             metadata: strings for the server's hook and handler.
             idempotent: calling the method twice does no harm: :func:`connect`'s client repeats the call if it may have
                 run when the connection is lost. A call that has certainly not run is repeated anyway.

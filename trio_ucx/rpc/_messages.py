@@ -4,10 +4,9 @@ Each call is a conversation, whose first message has the whole call. A message i
 
     encoding  1 byte: M is msgpack, J is JSON
     kind      1 byte: see below
-    count     2 bytes, little-endian: of buffers
-    sizes     only with buffers: of the head, 4 bytes, and of each buffer, 8 bytes
+    size      4 bytes, little-endian: of the head if there are buffers, otherwise 0
     head
-    buffers   each begins at a multiple of 16, so that arrays are aligned
+    buffers   from the next multiple of 16 on: what ``Connection.send_arrays`` sends of a list (``_arrays/header.py``)
 
     kind      head
     CALL      [method, seconds that are left or null, metadata or null, arguments]; from the client, first
@@ -28,6 +27,8 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .._arrays.header import ALIGNMENT, BadHeader
+from .._arrays.messages import ReceivedBuffers, message_of_many
 from .._util.arguments import check_timeout
 from .._util.text import printable
 
@@ -40,8 +41,7 @@ CALL, ITEM, END, REPLY, ERROR, CREDIT = range(6)
 #: The categories of errors.
 RAISED, UNKNOWN_METHOD, BAD_ARGUMENTS, DEADLINE, REFUSED, DRAINING = range(6)
 
-_ALIGNMENT = 16
-_PREFIX = struct.Struct("<BBH")
+_PREFIX = struct.Struct("<BBI")
 #: Names that :meth:`Client.call` has arguments for itself.
 RESERVED = frozenset({"timeout", "buffers", "metadata", "idempotent"})
 MOST_TEXT = 2000
@@ -90,36 +90,20 @@ def encode_message(codec: Codec, kind: int, head: Any, buffers: Sequence[Any] = 
 
     Raises:
         TypeError, ValueError: it cannot be encoded, or has too many buffers.
+        RuntimeError: a buffer is in CUDA memory, and there is no CUDA driver.
     """
     try:
         body = codec.encode(head)
     except (OverflowError, RecursionError) as error:
         raise ValueError(f"a value that cannot be encoded: {error}") from None
+    if not isinstance(buffers, (list, tuple)):
+        raise TypeError(f"buffers must be a list or a tuple, not {type(buffers).__name__}")
     if not buffers:
         return codec.plain[kind] + body
-    if len(buffers) >= 2**16:
-        raise ValueError(f"{len(buffers)} buffers are too many for one message")
-    sizes = [_size(buffer) for buffer in buffers]
-    start = _PREFIX.pack(codec.letter, kind, len(buffers)) + struct.pack(f"<I{len(sizes)}Q", len(body), *sizes) + body
-    pieces: list[Any] = [start + bytes(-len(start) % _ALIGNMENT)]
-    for buffer, size in zip(buffers, sizes, strict=True):
-        if size:
-            pieces.append(buffer)
-        if size % _ALIGNMENT:
-            pieces.append(bytes(-size % _ALIGNMENT))
-    return pieces
-
-
-def _size(buffer: Any) -> int:
-    try:
-        with memoryview(buffer) as view:
-            if view.c_contiguous:
-                return view.nbytes
-    except (TypeError, BufferError, ValueError) as error:
-        raise TypeError(
-            f"a buffer must be bytes, an array in host memory or the like, not {type(buffer).__name__}: {error}"
-        ) from None
-    raise ValueError("a buffer must be contiguous: use numpy.ascontiguousarray")
+    start = _PREFIX.pack(codec.letter, kind, len(body)) + body
+    start += bytes(-len(start) % ALIGNMENT)
+    arrays: Any = message_of_many(list(buffers))
+    return start + arrays if type(arrays) is bytes else [start, *arrays]
 
 
 def decode_message(data: bytes) -> tuple[Codec, int, Any, list[memoryview]]:
@@ -128,31 +112,22 @@ def decode_message(data: bytes) -> tuple[Codec, int, Any, list[memoryview]]:
     Raises:
         BadMessage: it is none.
     """
-    view = memoryview(data)
-    if len(data) < 4:
+    view, start = memoryview(data), _PREFIX.size
+    if len(data) < start:
         raise BadMessage(f"a message of {len(data)} bytes")
     codec = CODECS.get(data[0])
     if codec is None:
         if data[0] == _MSGPACK:
             raise BadMessage("a message in msgpack, but msgspec is not installed here: pip install trio_ucx[rpc]")
         raise BadMessage(f"a message in an unknown encoding, {data[0]}")
-    if data[2] == data[3] == 0:
-        return codec, data[1], view[4:], []
-    count = data[2] | data[3] << 8
-    position = 8 + 8 * count
-    if len(data) < position:
-        raise BadMessage(f"a message of {len(data)} bytes with {count} buffers")
-    length, *sizes = struct.unpack_from(f"<I{count}Q", data, 4)
-    head = view[position : position + length]
-    position += length
-    position += -position % _ALIGNMENT
-    if position + sum(size + -size % _ALIGNMENT for size in sizes) != len(data):
-        raise BadMessage(f"a message of {len(data)} bytes whose sizes say something else")
-    buffers = []
-    for size in sizes:
-        buffers.append(view[position : position + size])
-        position += size + -size % _ALIGNMENT
-    return codec, data[1], head, buffers
+    _, kind, size = _PREFIX.unpack_from(data)
+    if not size:
+        return codec, kind, view[start:], []
+    end = start + size
+    try:
+        return codec, kind, view[start:end], ReceivedBuffers(data, end + -end % ALIGNMENT)
+    except (BadHeader, ImportError) as error:
+        raise BadMessage(f"a message whose buffers cannot be read: {error}") from None
 
 
 def decode_head(codec: Codec, head: Any) -> Any:

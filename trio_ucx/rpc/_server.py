@@ -17,12 +17,12 @@ from .. import Channel, Connection, MessageTooLong
 from .._rules.wire import UNACCEPTED
 from .._util.arguments import check_integer
 from .._util.handles import OpenedNotConstructed
-from ..ucp._internal_api import Signal, completed
+from ..ucp._internal_api import Signal
 from . import _messages as wire
 from ._errors import CallRefused
 from ._items import ItemFlow
 from ._messages import Codec, bounded, decode_call, decode_message, encode_message
-from ._service import Method, Service, methods_of, parts, type_name
+from ._service import Method, Service, arrays_of, methods_of, parts, type_name
 
 logger = logging.getLogger("trio_ucx")
 
@@ -49,7 +49,7 @@ class Call(metaclass=OpenedNotConstructed):
 
     Attributes:
         method: the name of the method.
-        buffers: the buffers that the client has sent beside the arguments, as memoryviews.
+        buffers: the buffers that the client has sent beside the arguments, as memoryviews of writable memory.
         metadata: what the client's hook and its ``metadata=`` have sent along.
         connection: the connection to the client.
     """
@@ -74,6 +74,13 @@ class Call(metaclass=OpenedNotConstructed):
         Raises: nothing.
         """
         return max(self._deadline - trio.current_time(), 0.0)
+
+    def arrays(self) -> list[Any]:
+        """Returns the buffers as numpy's arrays, with the dtypes and shapes that were sent; no copies.
+
+        Raises: as :meth:`Reply.arrays`.
+        """
+        return arrays_of(self.buffers)
 
     def items(self) -> AsyncIterator[Any]:
         """Returns an iterator over what the client sends with ``Stream.send``, until it has sent everything.
@@ -223,7 +230,7 @@ class _Serving:
             finally:
                 self.slots.release()
             if message is not None:
-                await _send_last(talk, message)
+                await talk._send_last(message)
                 answered = True
         except _GONE:  # of the conversation: those of handlers were caught before
             pass
@@ -281,20 +288,6 @@ class _Serving:
             raise cancelled from None
 
 
-async def _send_last(talk: Channel, message: Any) -> None:
-    """``Channel._send_last``, without a schedule point if the message is small: accepting the next call has one."""
-    link, queue = talk.connection._link, talk._state.queue
-    talk._check_send()
-    link.sending.expect_more()
-    sent = link.sending.send_short(queue, message)
-    if sent is True:
-        talk._close()
-        link.sending.send_batch()
-    else:
-        await completed(sent or link.sending.send(queue, message), link.engine)
-        talk._close()
-
-
 class _CallScope:
     """A cancel scope for the calls of one task, which runs them one after the other, until one of them is cancelled.
 
@@ -303,20 +296,17 @@ class _CallScope:
     connection, the client is told before that the call was broken off: it may have run.
     """
 
-    __slots__ = ("_deadline", "_left", "_on_end", "_talk", "cancel_scope")
+    __slots__ = ("_deadline", "_left", "_talk", "cancel_scope")
 
     def __init__(self) -> None:
         self.cancel_scope = trio.CancelScope()
         self._left = False
         self._deadline = math.inf
         self._talk: Channel | None = None
-        self._on_end = (self._ended,)
 
     def begin(self, talk: Channel, deadline: float) -> None:
         self._talk, self._deadline, self._left = talk, deadline, False
-        state = talk._state
-        state.on_end += self._on_end
-        if state.problem() is not None or talk.connection._link.sending.over:
+        if talk._at_end(self._ended):
             self._left = True
             self._cancel(talk)
         elif deadline != math.inf:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 
 import attrs
 
+from .._arrays.messages import ReceivedBuffers
 from ._messages import CODECS, RESERVED, Check, Codec
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -28,12 +29,30 @@ class Reply:
 
     Attributes:
         value: the value.
-        buffers: what to send: bytes, arrays in host memory and the like. What has arrived are memoryviews; each begins
-            at a multiple of 16 bytes.
+        buffers: what to send: bytes, arrays, whatever :meth:`Connection.send_arrays` takes. What has arrived are
+            memoryviews of writable memory; each begins at a multiple of 16 bytes.
     """
 
     value: Any = None
     buffers: Sequence[Any] = ()
+
+    def arrays(self) -> list[Any]:
+        """Returns the buffers as numpy's arrays, with the dtypes and shapes that were sent; no copies.
+
+        Raises:
+            ImportError: numpy is missing, or ml_dtypes for an array of bfloat16 or the like.
+            UnexpectedMessage: numpy has no such array.
+            TypeError: they have not arrived, but are to be sent.
+        """
+        return arrays_of(self.buffers)
+
+
+def arrays_of(buffers: Sequence[Any]) -> list[Any]:
+    if isinstance(buffers, ReceivedBuffers):
+        return buffers.arrays()
+    if buffers:
+        raise TypeError("only buffers that have arrived say what arrays they are")
+    return []
 
 
 def parts(value: Any) -> tuple[Any, Sequence[Any]]:

@@ -415,7 +415,7 @@ class Arming:
                 self._overdue()
         elif not batches and (self.steady or timeout > 0):
             self._idle += 1
-            if self.steady or self._idle > IDLE_ROUNDS:
+            if self._idle > IDLE_ROUNDS:
                 self._loop.stop_watching()
 
     def _delivered_lately(self) -> bool:
