@@ -3,7 +3,7 @@
     python benchmarks/rpc.py [--calls N] [--rounds N] [--in-flight N]
 
 The server is another process of this machine, over shared memory, with a connection for each of the three. The rounds
-take turns, and the figures are medians. Then so many calls are in flight at once.
+take turns, and the figures are medians. Then so many calls are in flight at once; plain ones have a tag each.
 """
 
 from __future__ import annotations
@@ -29,8 +29,13 @@ class Echo(rpc.Service):
 
 
 async def plain(connection: trio_ucx.Connection) -> None:
-    async for message in connection.messages():
-        await connection.send(message)
+    async def answer(tag: int) -> None:
+        async for message in connection.messages(tag):
+            await connection.send(message, tag=tag)
+
+    async with trio.open_nursery() as nursery:
+        for tag in range(int.from_bytes(await connection.receive())):
+            nursery.start_soon(answer, tag)
 
 
 async def by_hand(connection: trio_ucx.Connection) -> None:
@@ -60,49 +65,52 @@ async def measure(folder: str, calls: int, rounds: int, in_flight: int) -> None:
         rpc.connect(address + "call", retry=retry) as client,
     ):
 
-        async def plain_trip() -> None:
-            await one.send(data)
-            await one.receive()
+        async def plain_trip(tag: int) -> None:
+            await one.send(data, tag=tag)
+            await one.receive(tag=tag)
 
-        async def trip_by_hand() -> None:
+        async def trip_by_hand(_: int) -> None:
             async with two.open_conversation() as talk:
                 await talk.send(data)
                 await talk.receive()
 
-        async def call() -> None:
+        async def call(_: int) -> None:
             await client.call("echo", data=data)
 
-        async def seconds_each(trip: Callable[[], Awaitable[None]]) -> float:
+        async def seconds_each(trip: Callable[[int], Awaitable[None]]) -> float:
             begun = perf_counter()
             for _ in range(calls):
-                await trip()
+                await trip(0)
             return (perf_counter() - begun) / calls
 
-        async def rate(trip: Callable[[], Awaitable[None]]) -> float:
-            async def repeat() -> None:
+        async def rate(trip: Callable[[int], Awaitable[None]]) -> float:
+            async def repeat(tag: int) -> None:
                 for _ in range(calls // in_flight + 1):
-                    await trip()
+                    await trip(tag)
 
             begun = perf_counter()
             async with trio.open_nursery() as nursery:
-                for _ in range(in_flight):
-                    nursery.start_soon(repeat)
+                for tag in range(in_flight):
+                    nursery.start_soon(repeat, tag)
             return in_flight * (calls // in_flight + 1) / (perf_counter() - begun)
 
+        await one.send(in_flight.to_bytes(4))
         trips = {"plain": plain_trip, "by hand": trip_by_hand, "call": call}
         times: dict[str, list[float]] = {name: [] for name in trips}
-        rates: dict[str, list[float]] = {"by hand": [], "call": []}
+        rates: dict[str, list[float]] = {name: [] for name in trips}
         for _ in range(rounds):
             for name, trip in trips.items():
                 times[name].append(await seconds_each(trip))
-            for name in rates:
-                rates[name].append(await rate(trips[name]))
+            for name, trip in trips.items():
+                rates[name].append(await rate(trip))
     base = statistics.median(times["plain"])
     for name, each in times.items():
         middle = statistics.median(each)
         print(f"{name:10} {middle * 1e6:8.1f} us a round trip, {middle / base:5.2f} times plain")
     for name, each in rates.items():
-        print(f"{name:10} {statistics.median(each):8.0f} a second, {in_flight} in flight")
+        middle = statistics.median(each)
+        times_plain = middle / statistics.median(rates["plain"])
+        print(f"{name:10} {middle:8.0f} a second, {in_flight} in flight, {times_plain:5.2f} times plain")
 
 
 def main() -> None:

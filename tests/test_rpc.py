@@ -811,24 +811,24 @@ async def test_hooks() -> None:
 GARBAGE: list[bytes] = [
     b"",
     b"M",
-    b"X\0\0\0",
+    b"X\0\0\0\0\0",
     b"M\0\0\0",
-    b"J\0\0\0{",
-    b"J\0\0\0" + b"[" * 60_000,
-    b"M\0\0\0" + b"\x91" * 60_000,
+    b"J\0\0\0\0\0{",
+    b"J\0\0\0\0\0" + b"[" * 60_000,
+    b"M\0\0\0\0\0" + b"\x91" * 60_000,
     b"M\0\1\0",
-    b"M\0\xff\xff" + bytes(100),
-    b"M\0\1\0" + b"\xff" * 100,
-    b"M\1\0\0\xc0",
-    b"M\x09\0\0\xc0",
-    b"M\0\0\0\xff\xff",
-    b'J\0\0\0["add", -1, null, {}]',
-    b'J\0\0\0["add", 1e999, null, {}]',
-    b'J\0\0\0["add", null, {"a": 1}, {}]',
-    b'J\0\0\0["add", null, null, []]',
-    b'J\0\0\0["add", null, null]',
-    b"J\0\0\0[1, null, null, {}]",
-    b'J\0\0\0["add", "1", null, {"a": 1}]',
+    b"M\0\xff\xff\0\0" + bytes(100),
+    b"M\0\1\0\0\0" + b"\xff" * 100,
+    b"M\1\0\0\0\0\xc0",
+    b"M\x09\0\0\0\0\xc0",
+    b"M\0\0\0\0\0\xff\xff",
+    b'J\0\0\0\0\0["add", -1, null, {}]',
+    b'J\0\0\0\0\0["add", 1e999, null, {}]',
+    b'J\0\0\0\0\0["add", null, {"a": 1}, {}]',
+    b'J\0\0\0\0\0["add", null, null, []]',
+    b'J\0\0\0\0\0["add", null, null]',
+    b"J\0\0\0\0\0[1, null, null, {}]",
+    b'J\0\0\0\0\0["add", "1", null, {"a": 1}]',
     bytes(random.Random(1).randbytes(200_000)),
 ]
 
@@ -844,7 +844,9 @@ async def test_garbage_is_refused(garbage: bytes) -> None:
         assert await rpc.Client(connection).call("add", a=1) == 11
 
 
-@pytest.mark.parametrize("items", [[b""], [b"X\0\0\0"], [b"M\1\0\0\xff\xff"], [b"M\1\0\0\xc1"], [b"M\5\0\0\xc0"] * 2])
+@pytest.mark.parametrize(
+    "items", [[b""], [b"X\0\0\0\0\0"], [b"M\1\0\0\0\0\xff\xff"], [b"M\1\0\0\0\0\xc1"], [b"M\5\0\0\0\0\xc0"] * 2]
+)
 async def test_garbage_as_items(items: list[bytes]) -> None:
     async with serving(Store()) as server, trio_ucx.connect(server.address) as connection:
         async with connection.open_conversation() as talk:
@@ -862,7 +864,7 @@ async def test_items_without_credit_are_refused() -> None:
             await talk.send(call_message("count", until=100))
             with pytest.raises(trio_ucx.PeerClosed):
                 while True:
-                    await talk.send(b"M\1\0\0\xc0")
+                    await talk.send(b"M\1\0\0\0\0\xc0")
             kinds = []
             with pytest.raises(trio.EndOfChannel):
                 while True:
@@ -881,11 +883,11 @@ async def test_a_call_that_is_too_long() -> None:
     "answer",
     [
         *GARBAGE[:12],
-        b"M\4\0\0\xc0",
-        b"J\4\0\0[]",
-        b"J\4\0\0[0, 1, 2, 3, 4]",
-        b'J\4\0\0[99, "", "", "", null]',
-        b'J\4\0\0["a", "", "", "", null]',
+        b"M\4\0\0\0\0\xc0",
+        b"J\4\0\0\0\0[]",
+        b"J\4\0\0\0\0[0, 1, 2, 3, 4]",
+        b'J\4\0\0\0\0[99, "", "", "", null]',
+        b'J\4\0\0\0\0["a", "", "", "", null]',
     ],
 )
 async def test_garbage_as_answer(answer: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from helpers import open_pair
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals
+from trio_ucx.ucp._engine.arming import DEFER_SECONDS
 from trio_ucx.ucp._engine.dispatch import deliver
 
 PACKAGE = str(Path(trio_ucx.__file__).parent)
@@ -109,6 +111,24 @@ async def test_out(worker: ucp.Worker) -> None:
             assert path.reached_end
             assert len(path.functions) <= MOST_OUT and path.calls <= MOST_OUT, str(path)
             assert await server.receive() == data
+
+
+async def test_a_batch_waits_no_longer_because_other_tasks_run(worker: ucp.Worker) -> None:
+    """In a round with many tasks, what the first have sent goes before the last have run."""
+    async with open_pair(worker) as (client, server):
+        await client.send(b"the tag queue exists from now on")
+        await server.receive()
+        batch = internals(client).sending.batch
+        deferred = 0
+        for _ in range(20):  # the machine may delay the three sends
+            for number in range(3):
+                client.send_nowait(b"%d" % number)
+            deferred += bool(batch.parts)
+            time.sleep(2 * DEFER_SECONDS)
+            client.send_nowait(b"3")
+            assert not batch.parts
+            assert [await server.receive() for _ in range(4)] == [b"0", b"1", b"2", b"3"]
+        assert deferred
 
 
 @pytest.mark.parametrize("behind", [0, 1], ids=["alone", "behind another"])

@@ -16,7 +16,7 @@ from ._link import ChannelState
 from ._opening.options import check_max_size
 from ._rules.wire import UNACCEPTED
 from ._util.handles import OpenedNotConstructed
-from .ucp._internal_api import Buffer, WritableBuffer, about, completed, separate
+from .ucp._internal_api import Buffer, Pending, WritableBuffer, about, completed, separate
 
 if TYPE_CHECKING:
     from ._connection import Connection
@@ -83,22 +83,29 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         self._check_send()
         await link.send(self._state.number, value)
 
-    async def _send_last(self, value: Buffer) -> None:
-        """Sends a message and closes this end. Otherwise as :meth:`send`.
+    def _begin_send(self, value: Buffer) -> Pending | None:
+        """Sends a message, as :meth:`send` does. Returns what is to be waited for with ``completed``, if anything.
 
-        A small message and the end are one message, and no schedule point is passed: receiving the next one has one.
+        Raises: as :meth:`send`; then nothing was sent.
         """
-        link = self._connection._link
+        sending = self._connection._link.sending
         self._check_send()
-        link.sending.expect_more()
-        queue = self._state.queue
-        sent = link.sending.send_short(queue, value)
-        if sent is True:
-            self._close()
-            link.sending.send_batch()
-        else:
-            await completed(sent or link.sending.send(queue, value), link.engine)
-            self._close()
+        sent = sending.send_short(self._state.queue, value)
+        return None if sent is True else sent or sending.send(self._state.queue, value)
+
+    async def _send_unscheduled(self, value: Buffer) -> None:
+        """As :meth:`send`, but a small message passes no schedule point: what is received next passes one."""
+        sent = self._begin_send(value)
+        if sent is not None:
+            await completed(sent, self._connection._link.engine)
+
+    async def _send_last(self, value: Buffer) -> None:
+        """Sends a message as :meth:`_send_unscheduled`, and closes this end: one message if it is a small one."""
+        sending = self._connection._link.sending
+        sending.expect_more()
+        await self._send_unscheduled(value)
+        self._close()
+        sending.send_batch()
 
     @enable_ki_protection
     def send_nowait(self, value: Buffer) -> None:

@@ -133,7 +133,9 @@ class Sending:
                 if defer:
                     self.engine.batches.defer(self)
             if defer:
-                if batch.add(queue.written, data):
+                full = batch.add(queue.written, data)
+                # Other tasks may run for long before the hook before Trio's waits looks.
+                if full or perf_counter() - self._sent_at > DEFER_SECONDS:
                     self.send_batch()
                 return True
         verdict = self.port.send_bytes(queue.written, data)

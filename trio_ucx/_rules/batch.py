@@ -2,7 +2,8 @@
 
 Handing a message to UCX costs several times as much as preparing it, over TCP a system call. So when small messages
 follow each other closely, only the first is sent at once; the others are collected into a *batch*, a message that the
-receiver's C code takes apart (``tag_inbox.c``). ``ucp/_engine/progress.py`` says when it is sent at the latest.
+receiver's C code takes apart (``tag_inbox.c``). It is sent when it is full, before Trio sleeps, and at the first
+message and the first round of Trio's loop (``ucp/_engine/progress.py``) after ``DEFER_SECONDS``.
 
 A batch consists of groups of packed messages: a head (tag queue, length of each message, their number), then the
 messages, one after the other. A control frame is a group of its own.

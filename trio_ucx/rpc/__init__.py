@@ -9,9 +9,9 @@
     async with rpc.connect("10.0.0.5:13337") as client:
         value = await client.call("get", key="a", timeout=2)
 
-Each call is a conversation (:meth:`trio_ucx.Connection.open_conversation`), and one message each way. Arguments and
-results are msgpack with msgspec (``pip install trio_ucx[rpc]``), otherwise JSON; buffers go beside them without a copy.
-``docs/rpc.md`` is the chapter about it.
+A call is one message each way in a conversation (:meth:`trio_ucx.Connection.open_conversation`), which is kept for the
+next call. Arguments and results are msgpack with msgspec (``pip install trio_ucx[rpc]``), otherwise JSON; arrays and
+buffers go beside them without a copy. ``docs/rpc.md`` is the chapter about it.
 """
 
 from .._util.handles import publish as _publish

@@ -15,6 +15,7 @@ from trio.lowlevel import enable_ki_protection
 from .. import Channel, Connection, PeerClosed
 from .._util.arguments import check_integer, check_timeout
 from .._util.handles import OpenedNotConstructed
+from ..ucp._internal_api import completed
 from . import _messages as wire
 from ._errors import BadArguments, CallError, CallLost, CallRefused, CallTimedOut, RemoteError, UnknownMethod
 from ._items import ItemFlow
@@ -156,15 +157,15 @@ class Client:
         """
         request = _Request(method, arguments, buffers, metadata)
         idempotent = idempotent or method in self._idempotent
+        call = self._repeat if self._hook is None else self._in_hook
         if timeout is None:
-            return await self._call(request, idempotent)
+            return await call(request, idempotent)
         with trio.move_on_after(check_timeout(timeout, "timeout")):
-            return await self._call(request, idempotent)
+            return await call(request, idempotent)
         raise CallTimedOut(f"{method}: no answer within {timeout:g} seconds", may_have_run=request.may_have_run)
 
-    async def _call(self, request: _Request, idempotent: bool) -> Any:
-        if self._hook is None:
-            return await self._repeat(request, idempotent)
+    async def _in_hook(self, request: _Request, idempotent: bool) -> Any:
+        assert self._hook is not None
         request.metadata = metadata = dict(request.metadata or {})
         with self._hook(request.method, metadata):
             return await self._repeat(request, idempotent)
@@ -201,28 +202,17 @@ class Client:
             self._slots.release()
 
     async def _attempt(self, line: Line, request: _Request, message: Any) -> Any:
-        talk = line.open()
-        ran_before, answered = request.may_have_run, False
-        try:
-            await _begin(talk, request, message)
+        kept, data = line.take_kept(), None
+        if kept is not None:
             try:
-                data = await talk.receive()
-            except trio.EndOfChannel as error:
-                request.may_have_run = ran_before
-                raise request.lost(error, may_have_run=False) from error
-            except trio.BrokenResourceError as error:
-                raise request.lost(error, may_have_run=True) from error
-            answered = True
-        finally:
-            talk._close(by_force=not answered)
-            line.leave()
-        try:
-            kind, value = self._answer(request.method, data)
-        except CallLost:  # the server drains
-            request.may_have_run = ran_before
-            raise
-        except _DeadlinePassed:
-            raise await _timed_out(request.method) from None
+                data = await _exchange(line, kept, request, message)
+            except CallLost as error:
+                if not (isinstance(error.__cause__, trio.EndOfChannel) and line.usable):
+                    raise
+                message = request.message()  # the server has left the conversation before it has read the call
+        if data is None:
+            data = await _exchange(line, line.open(), request, message)
+        kind, value = self._answer(request.method, data)
         if kind != wire.REPLY:
             raise CallError(f"{request.method} is a stream: use Client.stream")
         return value
@@ -289,25 +279,38 @@ class Client:
         return Stream._create(self, _Request(method, arguments, buffers, metadata))
 
 
-async def _begin(talk: Channel, request: _Request, message: Any) -> None:
+async def _exchange(line: Line, talk: Channel, request: _Request, message: Any) -> bytes:
+    """Sends a call in a conversation of a line, which it leaves, and returns what the server sends."""
+    ran_before, keep = request.may_have_run, False
     try:
-        talk._check_send()
-        talk.connection._link.sending.check()
+        await _send(talk, request, message)
+        try:
+            data = await talk.receive()
+        except trio.EndOfChannel as error:
+            request.may_have_run = ran_before
+            raise request.lost(error, may_have_run=False) from error
+        except trio.BrokenResourceError as error:
+            raise request.lost(error, may_have_run=True) from error
+        keep = wire.is_reply(data)
+        return data
+    finally:
+        line.leave(talk, keep=keep)
+
+
+async def _send(talk: Channel, request: _Request, message: Any) -> None:
+    """Sends a call. Not a checkpoint if it is a small one."""
+    try:
+        sent = talk._begin_send(message)
     except trio.BrokenResourceError as error:
         raise request.lost(error, may_have_run=False) from error
     request.may_have_run = True
-    try:
-        if type(message) is bytes:
-            try:
-                talk.send_nowait(message)
-                return
-            except trio.WouldBlock:
-                pass
-        await talk.send(message)
-    except PeerClosed:
-        pass  # the answer says why, or the end does
-    except trio.BrokenResourceError as error:
-        raise request.lost(error, may_have_run=True) from error
+    if sent is not None:
+        try:
+            await completed(sent, talk.connection._link.engine)
+        except PeerClosed:
+            pass  # the answer says why, or the end does
+        except trio.BrokenResourceError as error:
+            raise request.lost(error, may_have_run=True) from error
 
 
 async def _timed_out(method: str) -> CallTimedOut:
@@ -354,9 +357,8 @@ class Stream(metaclass=OpenedNotConstructed):
             if line is None or not line.usable:
                 line = await client._lines.next()
             talk = line.open()
-            stack.callback(line.leave)
-            stack.push(lambda *exc_info: talk._close(by_force=not self._ended))
-            await _begin(talk, request, request.message())
+            stack.callback(lambda: line.leave(talk, over=self._ended))
+            await _send(talk, request, request.message())
             self._talk, self._flow = talk, ItemFlow(talk, DEFAULT)
             self._stack = stack.pop_all()
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import attrs
 import trio
@@ -10,32 +11,63 @@ import trio
 from .. import Backoff, Channel, Connection, PeerState
 from .._opening.backoff import is_temporary
 from ._errors import CallLost
+from ._messages import MOST_KEPT
 
 
 @attrs.define(eq=False)
 class Line:
-    """A connection, and the number of calls that use it."""
+    """A connection, and the conversations that calls have there."""
 
     connection: Connection
     users: int = 0
     #: New calls use another one.
     retired: bool = False
     unused: trio.Event | None = None
+    #: Conversations whose calls were answered.
+    kept: list[Channel] = attrs.field(factory=list)
 
     @property
     def usable(self) -> bool:
         """True if new calls can use it, as far as this side knows."""
-        return not self.retired and self.connection.peer_state is PeerState.OPEN
+        return bool(self.kept) or (not self.retired and self.connection.peer_state is PeerState.OPEN)
 
     def open(self) -> Channel:
+        """Opens a conversation."""
         talk = self.connection.open_conversation()
         self.users += 1
         return talk
 
-    def leave(self) -> None:
+    def take_kept(self) -> Channel | None:
+        """Returns a conversation that was kept, if there is one. The peer may leave it at any time."""
+        if not self.kept:
+            return None
+        talk = self.kept.pop()
+        talk._state.on_end = ()
+        self.users += 1
+        return talk
+
+    def _left(self, talk: Channel) -> None:
+        """The peer has left a conversation that was kept, or the connection has ended."""
+        self.kept.remove(talk)
+        talk._close()
+
+    def leave(self, talk: Channel, *, keep: bool = False, over: bool = False) -> None:
+        """Keeps a conversation for another call, or leaves it: by force unless it is over."""
+        if keep and not talk.peer_left and self.usable and len(self.kept) < MOST_KEPT:
+            talk._state.on_end = (partial(self._left, talk),)
+            self.kept.append(talk)
+        else:
+            talk._close(by_force=not over)
         self.users -= 1
         if not self.users and self.unused is not None:
             self.unused.set()
+
+    def retire(self) -> None:
+        """New calls use another connection."""
+        self.retired = True
+        for talk in self.kept:
+            talk._close()
+        self.kept.clear()
 
     async def wait_unused(self) -> None:
         """Waits until the connection has ended, and no call has anything to receive."""
@@ -43,7 +75,7 @@ class Line:
             await self.connection.wait_closed()
         except trio.BrokenResourceError:
             pass
-        self.retired = True
+        self.retire()
         if self.users:
             self.unused = trio.Event()
             await self.unused.wait()
@@ -130,7 +162,7 @@ class DialedLines(Lines):
 
     async def replace(self, line: Line, error: CallLost, tries: int) -> bool:
         if not error.may_have_run:
-            line.retired = True
+            line.retire()
         if self.retry is None and tries > len(self.openers):
             return False
         await trio.sleep(0 if tries == 1 else min(0.01 * 2 ** min(tries, 10), 1))

@@ -1,6 +1,7 @@
 """What goes over the wire: the messages of a call, and the two encodings, msgpack and JSON.
 
-Each call is a conversation, whose first message has the whole call. A message is a head, and perhaps buffers:
+A call is one message in a conversation, and so is the answer. After a REPLY, both sides keep the conversation for the
+next call, until one of them leaves it. A message is a head, and perhaps buffers:
 
     encoding  1 byte: M is msgpack, J is JSON
     kind      1 byte: see below
@@ -9,7 +10,7 @@ Each call is a conversation, whose first message has the whole call. A message i
     buffers   from the next multiple of 16 on: what ``Connection.send_arrays`` sends of a list (``_arrays/header.py``)
 
     kind      head
-    CALL      [method, seconds that are left or null, metadata or null, arguments]; from the client, first
+    CALL      [method, seconds that are left or null, metadata or null, arguments]; from the client
     ITEM      a value of a stream; in both directions
     END       null: no more items come; from the client, or after a stream's last item from the server
     CREDIT    null: some of the other side's items were read, see ``_items.py``; in both directions
@@ -17,7 +18,8 @@ Each call is a conversation, whose first message has the whole call. A message i
     ERROR     [category, type, text, traceback, the exception's arguments or null]; from the server
 
 The server answers in the encoding of the call, or in JSON if it cannot read that. It leaves the conversation by force
-if it gives no answer. So a client that sees the orderly end of a connection knows that its call has not run.
+if it gives no answer to a call that it has read. So a client that sees the orderly end of the conversation knows that
+its call has not run.
 """
 
 from __future__ import annotations
@@ -42,8 +44,11 @@ CALL, ITEM, END, REPLY, ERROR, CREDIT = range(6)
 RAISED, UNKNOWN_METHOD, BAD_ARGUMENTS, DEADLINE, REFUSED, DRAINING = range(6)
 
 _PREFIX = struct.Struct("<BBI")
+_REPLY = bytes([REPLY])
 #: Names that :meth:`Client.call` has arguments for itself.
 RESERVED = frozenset({"timeout", "buffers", "metadata", "idempotent"})
+#: How many conversations of a connection a side keeps for later calls.
+MOST_KEPT = 64
 MOST_TEXT = 2000
 MOST_TRACEBACK = 8000
 
@@ -128,6 +133,11 @@ def decode_message(data: bytes) -> tuple[Codec, int, Any, list[memoryview]]:
         return codec, kind, view[start:end], ReceivedBuffers(data, end + -end % ALIGNMENT)
     except (BadHeader, ImportError) as error:
         raise BadMessage(f"a message whose buffers cannot be read: {error}") from None
+
+
+def is_reply(message: Any) -> bool:
+    """True for an answer after which the conversation is kept for another call."""
+    return bool((message if type(message) is bytes else message[0])[1:2] == _REPLY)
 
 
 def decode_head(codec: Codec, head: Any) -> Any:

@@ -21,7 +21,7 @@ from ..ucp._internal_api import Signal
 from . import _messages as wire
 from ._errors import CallRefused
 from ._items import ItemFlow
-from ._messages import Codec, bounded, decode_call, decode_message, encode_message
+from ._messages import MOST_KEPT, Codec, bounded, decode_call, decode_message, encode_message
 from ._service import Method, Service, arrays_of, methods_of, parts, type_name
 
 logger = logging.getLogger("trio_ucx")
@@ -29,8 +29,8 @@ logger = logging.getLogger("trio_ucx")
 #: Called with a method's name and the metadata of a call; its context is that of the call.
 Hook = Callable[[str, dict[str, str]], AbstractContextManager[object]]
 
-#: Tasks of one connection that wait for the next call; others end.
-_IDLE_TASKS = 8
+#: How many tasks of one connection may wait for the next conversation. Others end.
+_MOST_ACCEPTING = 8
 _GONE = (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError)
 #: Of tracebacks, in characters.
 _LONGEST_LINE = 500
@@ -145,9 +145,16 @@ def serving(service: Service, *, limit: int = 100, hook: Hook | None = None) -> 
 
 @attrs.define(eq=False)
 class _Serving:
-    """The calls of one connection. Each of its tasks accepts calls one after the other; one of them always waits.
+    """The calls of one connection.
 
-    There are at most ``limit`` tasks, as each has a message in memory, also while its client does not read the answer.
+    A client makes one call after the other in the same conversation. Each task accepts one, and answers its calls until
+    the client leaves it, or a call is cancelled. One task waits for the next conversation, unless ``limit`` are busy.
+
+    Attributes:
+        accepting: how many tasks wait for a conversation.
+        busy: how many conversations have a call that was not answered yet.
+        kept: those that wait for their next call, the one that has waited for the longest time first.
+        refuses: whether late calls are refused.
     """
 
     connection: Connection
@@ -155,44 +162,50 @@ class _Serving:
     slots: trio.Semaphore
     limit: int
     hook: Hook | None
-    tasks: int = 0
-    idle: int = 0
+    accepting: int = 0
+    busy: int = 0
+    kept: dict[Channel, None] = attrs.field(factory=dict)
+    refuses: bool = False
     workers: trio.Nursery | None = None
     refusing: trio.Nursery | None = None
-    refuses: bool = False
 
     async def run(self) -> None:
         async with trio.open_nursery() as self.refusing:
             async with trio.open_nursery() as self.workers:
-                await self.work()
+                self.see_to_the_next()
             self.refusing.cancel_scope.cancel()
 
+    def see_to_the_next(self) -> None:
+        """Lets a task wait for the next conversation, if one is needed."""
+        if not self.accepting and self.busy < self.limit and self.workers is not None:
+            self.accepting += 1
+            self.workers.start_soon(self.work, name=f"rpc {self.connection!r}")
+
     async def work(self) -> None:
-        self.tasks += 1
-        self.idle += 1
         try:
-            while await self.answer_until_cancelled():
+            while await self.accept_until_cancelled():
                 pass
         except trio.ClosedResourceError:
             return  # a handler has closed the connection
         finally:
-            self.tasks -= 1
-            self.idle -= 1
+            self.accepting -= 1
         if self.connection.draining and not self.refuses and self.refusing is not None:
             self.refuses = True
             self.refusing.start_soon(self.refuse_late_calls)
+            for talk in list(self.kept):
+                talk._close()
 
-    async def answer_until_cancelled(self) -> bool:
+    async def accept_until_cancelled(self) -> bool:
         """Returns True if a call was cancelled, and False if this task is not needed any more."""
         scope = _CallScope()
         with scope.cancel_scope:
             async for talk in self.connection.conversations():
-                self.idle -= 1
+                self.accepting -= 1
                 try:
-                    await self.answer(talk, scope)
+                    await self.converse(talk, scope)
                 finally:
-                    self.idle += 1
-                if self.idle > _IDLE_TASKS:
+                    self.accepting += 1
+                if self.accepting > _MOST_ACCEPTING:
                     return False
             return False
         return True
@@ -213,41 +226,73 @@ class _Serving:
             with receiving.watching((UNACCEPTED,), signal):
                 await link.engine.waiting.wait(signal)
 
-    # ---- one call ----
+    # ---- one conversation ----
 
-    async def answer(self, talk: Channel, scope: _CallScope) -> None:
-        begun_at, answered = trio.current_time(), False
+    async def converse(self, talk: Channel, scope: _CallScope) -> None:
+        """Answers the calls of a conversation. Leaves it by force if there is one that was not answered."""
+        first = answered = True
         try:
-            try:
-                self.slots.acquire_nowait()
-            except trio.WouldBlock:
-                if not await _wait_for_slot(talk, self.slots):
+            while True:
+                try:
+                    data = talk._take_ready() if first else None
+                    if data is None:
+                        data = await self.next_call(talk)
+                except MessageTooLong as error:
+                    await talk._send_last(_unreadable(error))
                     return
-            try:
-                if not self.idle and self.tasks < self.limit and self.workers is not None:
-                    self.workers.start_soon(self.work, name=f"rpc {self.connection!r}")
-                message = await self.result(talk, scope, begun_at)
-            finally:
-                self.slots.release()
-            if message is not None:
-                await talk._send_last(message)
+                if self.connection.draining and not first:
+                    return
+                first = answered = False
+                self.busy += 1
+                self.see_to_the_next()
+                try:
+                    message = await self.answer(talk, scope, data)
+                    if message is None:
+                        return
+                    keep = wire.is_reply(message)
+                    await (talk._send_unscheduled if keep else talk._send_last)(message)
+                finally:
+                    self.busy -= 1
                 answered = True
+                if not keep:
+                    return
+                self.see_to_the_next()
         except _GONE:  # of the conversation: those of handlers were caught before
             pass
         finally:
             talk._close(by_force=not answered)
 
-    async def result(self, talk: Channel, scope: _CallScope, begun_at: float) -> Any:
+    async def next_call(self, talk: Channel) -> bytes:
+        if len(self.kept) >= MOST_KEPT:
+            next(iter(self.kept))._close()
+        self.kept[talk] = None
+        try:
+            return await talk.receive()
+        finally:
+            del self.kept[talk]
+
+    async def answer(self, talk: Channel, scope: _CallScope, data: bytes) -> Any:
         """Returns the message with the answer to a call; None if nobody waits for one."""
+        begun_at = trio.current_time()
+        try:
+            self.slots.acquire_nowait()
+        except trio.WouldBlock:
+            if not await _wait_for_slot(talk, self.slots):
+                return None
+        try:
+            return await self.result(talk, scope, data, begun_at)
+        finally:
+            self.slots.release()
+
+    async def result(self, talk: Channel, scope: _CallScope, data: bytes, begun_at: float) -> Any:
         codec = wire.CODECS[wire.JSON]
         try:
-            data = talk._take_ready()
-            codec, kind, head, buffers = decode_message(await talk.receive() if data is None else data)
+            codec, kind, head, buffers = decode_message(data)
             if kind != wire.CALL:
                 raise wire.BadMessage(f"a message of kind {kind}, which begins no call")
             name, left, metadata, encoded = decode_call(codec, head)
-        except (wire.BadMessage, MessageTooLong) as error:
-            return failure(codec, wire.REFUSED, bounded(f"the server cannot read the call: {error}"))
+        except wire.BadMessage as error:
+            return _unreadable(error, codec)
         found = self.methods.get(name)
         if found is None:
             return failure(codec, wire.UNKNOWN_METHOD, f"the server has no method {bounded(name, 100)!r}")
@@ -370,6 +415,10 @@ async def _stream(function: Callable[..., Any], call: Call, arguments: dict[str,
 
 def failure(codec: Codec, category: int, text: str, kind: str = "", trace: str = "", arguments: Any = None) -> Any:
     return encode_message(codec, wire.ERROR, [category, kind, text, trace, arguments])
+
+
+def _unreadable(error: Exception, codec: Codec = wire.CODECS[wire.JSON]) -> Any:
+    return failure(codec, wire.REFUSED, bounded(f"the server cannot read the call: {error}"))
 
 
 def _raised(found: Method, call: Call, codec: Codec, error: Exception) -> Any:
