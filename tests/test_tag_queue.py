@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import trio
@@ -382,118 +383,113 @@ def test_close_with_transfers_under_way() -> None:
     assert is_free(buffer) and not mover.detached_receives
 
 
+class RandomProgram:
+    """Messages that arrive, and receives that wait for them, as chance has it."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.mover = Mover()
+        self.queue = TagQueue(1, self.mover)
+        self.arrived = 0
+        self.got: list[bytes] = []
+        self.waiting: list[tuple[PendingReceive, bytearray | None]] = []
+        self.buffers: list[bytearray] = []
+
+    @staticmethod
+    def message(number: int) -> bytes:
+        return bytes([number]) * (number % 5 + 1)
+
+    def arrive(self, *, packed_too: bool = False) -> None:
+        self.arrived += 1
+        if packed_too and self.chance.random() < 0.3:
+            self.queue.packed_arrived(packed(self.message(self.arrived)))
+        else:
+            self.queue.arrived(self.arrived, self.arrived % 5 + 1, whole=self.chance.random() < 0.5)
+
+    def receive(self, *wants: Want) -> None:
+        want = self.chance.choice(wants)
+        buffer = bytearray(6) if want is Want.INTO else None
+        if buffer is not None:
+            self.buffers.append(buffer)
+        self.waiting.append((wait(self.queue, want, LIMIT if buffer is None else 6, buffer), buffer))
+
+    def cancel(self) -> None:
+        index = self.chance.randrange(len(self.waiting))
+        if self.waiting[index][0].outcome is None:
+            self.waiting.pop(index)[0].cancel()
+
+    def finish_one(self) -> None:
+        self.mover.finish(self.chance.randrange(len(self.mover.moving)))
+
+    def collect(self) -> None:
+        for receive, buffer in list(self.waiting):
+            if receive.outcome is not None:
+                self.waiting.remove((receive, buffer))
+                result = receive.outcome.unwrap()
+                if receive.want is not Want.LENGTH:
+                    self.got.append(result if buffer is None else bytes(buffer[:result]))  # type: ignore[misc, arg-type]
+
+    def receive_until(self, condition: Callable[[], bool], *wants: Want) -> None:
+        while not condition():
+            self.receive(*wants)
+            while self.mover.moving:
+                self.finish_one()
+            self.collect()
+        for receive, _ in self.waiting:
+            receive.cancel()
+        assert self.queue.unread == 0 and not self.mover.moving and not self.mover.detached_receives
+        assert all(is_free(buffer) for buffer in self.buffers)
+
+
 @pytest.mark.sample(30)
 @pytest.mark.parametrize("seed", range(300))
 def test_random_programs_lose_nothing(seed: int) -> None:
     """Arrivals, receives of all kinds, cancels and completions in any order: each message once, whole, in order."""
-    chance = random.Random(seed)
-    mover = Mover()
-    queue = TagQueue(1, mover)
-    arrived = 0
-    got: list[bytes] = []
-    waiting: list[tuple[PendingReceive, bytearray | None]] = []
-    buffers: list[bytearray] = []
-
-    def collect() -> None:
-        for receive, buffer in list(waiting):
-            if receive.outcome is not None:
-                waiting.remove((receive, buffer))
-                result = receive.outcome.unwrap()
-                if receive.want is Want.LENGTH:
-                    continue
-                got.append(result if buffer is None else bytes(buffer[:result]))
-
+    program = RandomProgram(seed)
     for _ in range(200):
-        action = chance.random()
-        if action < 0.25 and arrived < 60:
-            arrived += 1
-            queue.arrived(arrived, arrived % 5 + 1, whole=chance.random() < 0.5)
+        action = program.chance.random()
+        if action < 0.25 and program.arrived < 60:
+            program.arrive()
         elif action < 0.55:
-            want = chance.choice(list(Want))
-            buffer = bytearray(6) if want is Want.INTO else None
-            if buffer is not None:
-                buffers.append(buffer)
-            waiting.append((wait(queue, want, LIMIT if buffer is None else 6, buffer), buffer))
-        elif action < 0.7 and waiting:
-            index = chance.randrange(len(waiting))
-            if waiting[index][0].outcome is None:
-                waiting.pop(index)[0].cancel()
-        elif mover.moving:
-            mover.finish(chance.randrange(len(mover.moving)))
-        collect()
-    while len(got) < arrived:
-        receive = wait(queue, Want.BYTES)
-        waiting.append((receive, None))
-        while mover.moving:
-            mover.finish(chance.randrange(len(mover.moving)))
-        collect()
-    for receive, _ in waiting:
-        receive.cancel()
-    assert got == [bytes([number]) * (number % 5 + 1) for number in range(1, arrived + 1)]
-    assert queue.empty and not mover.detached_receives
-    assert all(is_free(buffer) for buffer in buffers)
+            program.receive(*Want)
+        elif action < 0.7 and program.waiting:
+            program.cancel()
+        elif program.mover.moving:
+            program.finish_one()
+        program.collect()
+    program.receive_until(lambda: len(program.got) == program.arrived, Want.BYTES)
+    assert program.got == [program.message(number) for number in range(1, program.arrived + 1)]
+    assert program.queue.empty
 
 
 @pytest.mark.sample(30)
 @pytest.mark.parametrize("seed", range(300))
 def test_random_programs_that_want_the_newest(seed: int) -> None:
     """Messages come in order and whole, the last one comes, and each of the others once or not at all."""
-    chance = random.Random(seed)
-    mover = Mover()
-    queue = TagQueue(1, mover)
-    arrived = 0
-    got: list[bytes] = []
-    waiting: list[tuple[PendingReceive, bytearray | None]] = []
-    buffers: list[bytearray] = []
-
-    def receive() -> None:
-        want = chance.choice([Want.BYTES, Want.INTO])
-        buffer = bytearray(6) if want is Want.INTO else None
-        if buffer is not None:
-            buffers.append(buffer)
-        waiting.append((wait(queue, want, LIMIT if buffer is None else 6, buffer), buffer))
-
-    def collect() -> None:
-        for receive, buffer in list(waiting):
-            if receive.outcome is not None:
-                waiting.remove((receive, buffer))
-                result = receive.outcome.unwrap()
-                got.append(result if buffer is None else bytes(buffer[:result]))  # type: ignore[misc, arg-type]
-
+    program = RandomProgram(seed)
+    queue = program.queue
     for _ in range(200):
-        action = chance.random()
-        if action < 0.3 and arrived < 100:
-            arrived += 1
-            if chance.random() < 0.3:
-                queue.packed_arrived(packed(bytes([arrived]) * (arrived % 5 + 1)))
-            else:
-                queue.arrived(arrived, arrived % 5 + 1, whole=chance.random() < 0.5)
+        action = program.chance.random()
+        if action < 0.3 and program.arrived < 100:
+            program.arrive(packed_too=True)
         elif action < 0.5:
-            receive()
-        elif action < 0.7 and waiting:
-            waiting.pop(chance.randrange(len(waiting)))[0].cancel()
+            program.receive(Want.BYTES, Want.INTO)
+        elif action < 0.7 and program.waiting:
+            program.cancel()
         elif action < 0.8:
             queue.keep_newest()
-        elif mover.moving:
-            mover.finish(chance.randrange(len(mover.moving)))
+        elif program.mover.moving:
+            program.finish_one()
         if queue.newest_only:
-            moving = sum(1 for one, _ in waiting if one.message is not None)
+            moving = sum(1 for one, _ in program.waiting if one.message is not None)
             assert queue.unread <= len(queue.receives) + 1 + moving
-        collect()
-    arrived += 1
-    queue.arrived(arrived, arrived % 5 + 1, whole=False)
-    while not got or got[-1] != bytes([arrived]) * (arrived % 5 + 1):
-        receive()
-        while mover.moving:
-            mover.finish(chance.randrange(len(mover.moving)))
-        collect()
-    for one, _ in waiting:
-        one.cancel()
-    numbers = [message[0] for message in got]
+        program.collect()
+    program.arrive()
+    last = program.message(program.arrived)
+    program.receive_until(lambda: program.got[-1:] == [last], Want.BYTES, Want.INTO)
+    numbers = [message[0] for message in program.got]
     assert numbers == sorted(set(numbers))
-    assert all(message == bytes([message[0]]) * (message[0] % 5 + 1) for message in got)
-    assert queue.unread == 0 and not mover.moving and not mover.detached_receives
-    assert all(is_free(buffer) for buffer in buffers)
+    assert program.got == [program.message(number) for number in numbers]
 
 
 def take_ready(queue: TagQueue, limit: int) -> bytes | None:
