@@ -300,6 +300,34 @@ async def test_conversations_that_nobody_accepts(worker: ucp.Worker) -> None:
         await nothing_is_left(client, server)
 
 
+async def test_a_server_that_drains_leaves_new_conversations(worker: ucp.Worker) -> None:
+    """One that arrived before is accepted, and one that is open goes on."""
+    async with open_pair(worker) as (client, server):
+        open_one, waiting = client.open_conversation(), client.open_conversation()
+        await open_one.send(b"1")
+        accepted = await next_of(server)
+        await waiting.send(b"2")
+        await until(lambda: internals(server).receiving.queues[wire.UNACCEPTED].packed)
+        internals(server).receiving.drain()
+        for size in (0, 10, 100_000):
+            with pytest.raises(trio.EndOfChannel):
+                await client.request(bytes(size), timeout=10)
+        late = client.open_conversation()
+        await late.send(b"3")
+        await until(lambda: late.peer_left)
+        with pytest.raises(trio_ucx.PeerClosed):
+            await late.send(b"4")
+        [talk] = [talk async for talk in server.conversations()]
+        assert await talk.receive() == b"2"
+        for ours, theirs in ((open_one, accepted), (waiting, talk)):
+            await theirs.send(b"answer")
+            assert await ours.receive() == b"answer"
+        assert await accepted.receive() == b"1"
+        for each in (open_one, accepted, waiting, talk, late):
+            await each.aclose()
+        await nothing_is_left(client, server)
+
+
 async def test_requests_that_time_out_before_they_are_accepted_leave_nothing(worker: ucp.Worker) -> None:
     async with open_pair(worker) as (client, server):
         for _ in range(200):

@@ -537,7 +537,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
 
         Raises:
             trio.TooSlowError: there was no reply within ``timeout``; as with a cancellation, the peer is told.
-            trio.EndOfChannel: the peer left the conversation without a reply, or closed the connection.
+            trio.EndOfChannel: the peer left the conversation without a reply, or closed the connection; or it drains
+                (:meth:`Server.drain`).
             PeerLost: the peer broke off the conversation, because of an error there, say; or it is gone.
             trio.ClosedResourceError: this connection was closed.
             trio.BrokenResourceError, MessageTooLong, MemoryError, RuntimeError: as :meth:`send` and :meth:`receive`.
@@ -566,7 +567,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     def conversations(self) -> Conversations:
         """Returns the conversations that the peer opens as an asynchronous iterator, which ends when the peer closes.
 
-        It also ends when the server drains (:meth:`Server.drain`); conversations that are open then go on.
+        It also ends when the server drains (:meth:`Server.drain`); conversations that are open then go on, and new ones
+        are left at once.
 
         Cancellation: a cancelled step loses no conversation, and the iterator can be used again.
 

@@ -155,8 +155,11 @@ class OpenChannels:
             return
         if number >= wire.ANSWERS:
             raise wire.ProtocolError(f"a message for the conversation {number - wire.ANSWERS}, which is not open")
-        self._add(self._queues[number], accepted=False)
-        if number not in self._announced:  # else an earlier one with this number was left before anybody took it
+        channel = self._add(self._queues[number], accepted=False)
+        if self._sending.life.draining:  # nobody will accept it
+            channel.accepted = True
+            self.leave(channel)
+        elif number not in self._announced:  # else an earlier one with this number was left before anybody took it
             if len(self._announced) > self._receive_credit.window // 256 + 1024:  # more than can be unread
                 raise wire.ProtocolError("it withdraws conversations without end that nobody has accepted")
             self._announced.add(number)

@@ -52,7 +52,9 @@ class _Request:
         return encode_message(DEFAULT, wire.CALL, [self.method, left, self.metadata, self.arguments], self.buffers)
 
     def lost(self, error: Exception, *, may_have_run: bool) -> CallLost:
-        lost = CallLost(f"{self.method}: {error}", may_have_run=may_have_run or self.may_have_run)
+        ended = isinstance(error, trio.EndOfChannel)
+        why = "the server shuts down, or has closed the connection, and has not run the call" if ended else error
+        lost = CallLost(f"{self.method}: {why}", may_have_run=may_have_run or self.may_have_run)
         lost.__cause__ = error
         return lost
 
@@ -236,8 +238,6 @@ class Client:
                 return self._mapped(remote, arguments or [])
             case [wire.DEADLINE, *_]:
                 return _DeadlinePassed()
-            case [wire.DRAINING, *_]:
-                return CallLost(f"{method}: the server shuts down", may_have_run=False)
             case [int(category), _, str(text), *_] if category in _REFUSALS:
                 return _REFUSALS[category](bounded(text))
         return CallError(f"{method}: the answer of the server is an error that cannot be read")

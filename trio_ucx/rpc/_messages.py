@@ -41,7 +41,7 @@ except ImportError:  # pragma: no cover
 
 CALL, ITEM, END, REPLY, ERROR, CREDIT = range(6)
 #: The categories of errors.
-RAISED, UNKNOWN_METHOD, BAD_ARGUMENTS, DEADLINE, REFUSED, DRAINING = range(6)
+RAISED, UNKNOWN_METHOD, BAD_ARGUMENTS, DEADLINE, REFUSED = range(5)
 
 _PREFIX = struct.Struct("<BBI")
 _REPLY = bytes([REPLY])

@@ -14,10 +14,8 @@ import trio
 from trio.lowlevel import disable_ki_protection, enable_ki_protection
 
 from .. import Channel, Connection, MessageTooLong
-from .._rules.wire import UNACCEPTED
 from .._util.arguments import check_integer
 from .._util.handles import OpenedNotConstructed
-from ..ucp._internal_api import Signal
 from . import _messages as wire
 from ._errors import CallRefused
 from ._items import ItemFlow
@@ -29,8 +27,6 @@ logger = logging.getLogger("trio_ucx")
 #: Called with a method's name and the metadata of a call; its context is that of the call.
 Hook = Callable[[str, dict[str, str]], AbstractContextManager[object]]
 
-#: How many tasks of one connection may wait for the next conversation. Others end.
-_MOST_ACCEPTING = 8
 _GONE = (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError)
 #: Of tracebacks, in characters.
 _LONGEST_LINE = 500
@@ -145,16 +141,12 @@ def serving(service: Service, *, limit: int = 100, hook: Hook | None = None) -> 
 
 @attrs.define(eq=False)
 class _Serving:
-    """The calls of one connection.
-
-    A client makes one call after the other in the same conversation. Each task accepts one, and answers its calls until
-    the client leaves it, or a call is cancelled. One task waits for the next conversation, unless ``limit`` are busy.
+    """The calls of one connection: a task for each conversation, in which a client makes one call after the other.
 
     Attributes:
-        accepting: how many tasks wait for a conversation.
-        busy: how many conversations have a call that was not answered yet.
-        kept: those that wait for their next call, the one that has waited for the longest time first.
-        refuses: whether late calls are refused.
+        busy: how many conversations have a call that was not answered yet. Further ones wait while there are ``limit``.
+        room: set when one of them is not busy any more.
+        kept: the others, the one that waits for the longest time first.
     """
 
     connection: Connection
@@ -162,129 +154,94 @@ class _Serving:
     slots: trio.Semaphore
     limit: int
     hook: Hook | None
-    accepting: int = 0
     busy: int = 0
+    room: trio.Event = attrs.field(factory=trio.Event)
     kept: dict[Channel, None] = attrs.field(factory=dict)
-    refuses: bool = False
-    workers: trio.Nursery | None = None
-    refusing: trio.Nursery | None = None
 
     async def run(self) -> None:
-        async with trio.open_nursery() as self.refusing:
-            async with trio.open_nursery() as self.workers:
-                self.see_to_the_next()
-            self.refusing.cancel_scope.cancel()
-
-    def see_to_the_next(self) -> None:
-        """Lets a task wait for the next conversation, if one is needed."""
-        if not self.accepting and self.busy < self.limit and self.workers is not None:
-            self.accepting += 1
-            self.workers.start_soon(self.work, name=f"rpc {self.connection!r}")
-
-    async def work(self) -> None:
-        try:
-            while await self.accept_until_cancelled():
-                pass
-        except trio.ClosedResourceError:
-            return  # a handler has closed the connection
-        finally:
-            self.accepting -= 1
-        if self.connection.draining and not self.refuses and self.refusing is not None:
-            self.refuses = True
-            self.refusing.start_soon(self.refuse_late_calls)
-            for talk in list(self.kept):
+        async with trio.open_nursery() as nursery:
+            with suppress(trio.ClosedResourceError):  # a handler has closed the connection
+                async for talk in self.connection.conversations():
+                    self.busy += 1
+                    nursery.start_soon(self.converse, talk, name=f"rpc {self.connection!r}")
+                    while self.busy >= self.limit:
+                        self.room = trio.Event()
+                        await self.room.wait()
+            for talk in list(self.kept):  # the server drains
                 talk._close()
 
-    async def accept_until_cancelled(self) -> bool:
-        """Returns True if a call was cancelled, and False if this task is not needed any more."""
-        scope = _CallScope()
-        with scope.cancel_scope:
-            async for talk in self.connection.conversations():
-                self.accepting -= 1
-                try:
-                    await self.converse(talk, scope)
-                finally:
-                    self.accepting += 1
-                if self.accepting > _MOST_ACCEPTING:
-                    return False
-            return False
-        return True
-
-    async def refuse_late_calls(self) -> None:
-        """Refuses the calls that come while the server drains and others are still running."""
-        link, receiving = self.connection._link, self.connection._link.receiving
-        message = failure(wire.CODECS[wire.JSON], wire.DRAINING, "the server shuts down")
-        while True:
-            while (begun := receiving.take_begun()) is not None:
-                state = receiving.conversations.accept(int.from_bytes(begun, "little"))
-                if state is not None:
-                    talk = Channel._create(self.connection, state, True)
-                    with suppress(trio.WouldBlock, *_GONE):  # else the end of the connection says it
-                        talk.send_nowait(message)
-                    talk._close()
-            signal = Signal()
-            with receiving.watching((UNACCEPTED,), signal):
-                await link.engine.waiting.wait(signal)
-
-    # ---- one conversation ----
-
-    async def converse(self, talk: Channel, scope: _CallScope) -> None:
+    @enable_ki_protection
+    async def converse(self, talk: Channel) -> None:
         """Answers the calls of a conversation. Leaves it by force if there is one that was not answered."""
-        first = answered = True
+        answered = True
+
+        def break_off() -> None:
+            talk._close(by_force=not answered)
+
         try:
-            while True:
-                try:
-                    data = talk._take_ready() if first else None
-                    if data is None:
-                        data = await self.next_call(talk)
-                except MessageTooLong as error:
-                    await talk._send_last(_unreadable(error))
-                    return
-                if self.connection.draining and not first:
-                    return
-                first = answered = False
-                self.busy += 1
-                self.see_to_the_next()
-                try:
+            with talk.cancel_when_left() as scope:
+                talk._at_end(break_off)
+                ready = talk._take_ready()
+                data = await talk.receive() if ready is None else ready
+                while True:
+                    answered = False
                     message = await self.answer(talk, scope, data)
                     if message is None:
                         return
-                    keep = wire.is_reply(message)
-                    await (talk._send_unscheduled if keep else talk._send_last)(message)
-                finally:
-                    self.busy -= 1
-                answered = True
-                if not keep:
-                    return
-                self.see_to_the_next()
+                    if not wire.is_reply(message):
+                        await talk._send_last(message)
+                        return
+                    await talk._send_unscheduled(message)
+                    answered = True
+                    data = await self.next_call(talk)
+        except MessageTooLong as error:
+            with suppress(*_GONE):
+                await talk._send_last(_unreadable(error))
         except _GONE:  # of the conversation: those of handlers were caught before
             pass
         finally:
             talk._close(by_force=not answered)
+            self.not_busy()
 
     async def next_call(self, talk: Channel) -> bytes:
+        """Keeps a conversation until its next call comes.
+
+        Raises:
+            trio.ClosedResourceError: it was closed meanwhile.
+            Others: as ``Channel.receive``.
+        """
+        if self.connection.draining:
+            raise trio.ClosedResourceError
         if len(self.kept) >= MOST_KEPT:
             next(iter(self.kept))._close()
         self.kept[talk] = None
+        self.not_busy()
         try:
-            return await talk.receive()
+            data = await talk.receive()
         finally:
+            self.busy += 1
             del self.kept[talk]
+        if self.connection.draining:
+            raise trio.ClosedResourceError
+        return data
 
-    async def answer(self, talk: Channel, scope: _CallScope, data: bytes) -> Any:
+    def not_busy(self) -> None:
+        self.busy -= 1
+        self.room.set()
+
+    async def answer(self, talk: Channel, scope: trio.CancelScope, data: bytes) -> Any:
         """Returns the message with the answer to a call; None if nobody waits for one."""
         begun_at = trio.current_time()
         try:
             self.slots.acquire_nowait()
         except trio.WouldBlock:
-            if not await _wait_for_slot(talk, self.slots):
-                return None
+            await self.slots.acquire()
         try:
             return await self.result(talk, scope, data, begun_at)
         finally:
             self.slots.release()
 
-    async def result(self, talk: Channel, scope: _CallScope, data: bytes, begun_at: float) -> Any:
+    async def result(self, talk: Channel, scope: trio.CancelScope, data: bytes, begun_at: float) -> Any:
         codec = wire.CODECS[wire.JSON]
         try:
             codec, kind, head, buffers = decode_message(data)
@@ -302,12 +259,15 @@ class _Serving:
             return failure(codec, wire.BAD_ARGUMENTS, bounded(f"{name}: {error}"))
         deadline = math.inf if left is None else begun_at + left
         call = Call._create(name, buffers, metadata or {}, self.connection, talk, codec, deadline)
+        if left is None:
+            return await self.run_handler(found, call, codec, arguments)
         message = None
-        scope.begin(talk, deadline)
+        scope.deadline = deadline
         try:
             message = await self.run_handler(found, call, codec, arguments)
         finally:
-            if scope.end() and message is None:
+            scope.deadline = math.inf
+            if message is None and trio.current_time() >= deadline:
                 with suppress(trio.WouldBlock, *_GONE):
                     talk.send_nowait(failure(codec, wire.DEADLINE, f"{name}: the deadline has passed"))
                     talk._close()
@@ -331,63 +291,6 @@ class _Serving:
                 raise
             _raised(found, call, codec, rest)  # logs it: nobody waits for the answer
             raise cancelled from None
-
-
-class _CallScope:
-    """A cancel scope for the calls of one task, which runs them one after the other, until one of them is cancelled.
-
-    (A scope for each would cost more than the rest of a call.) It is cancelled at the deadline of the call, and when
-    the peer leaves the conversation or the connection ends, as with ``Channel.cancel_when_left``. If this side ends the
-    connection, the client is told before that the call was broken off: it may have run.
-    """
-
-    __slots__ = ("_deadline", "_left", "_talk", "cancel_scope")
-
-    def __init__(self) -> None:
-        self.cancel_scope = trio.CancelScope()
-        self._left = False
-        self._deadline = math.inf
-        self._talk: Channel | None = None
-
-    def begin(self, talk: Channel, deadline: float) -> None:
-        self._talk, self._deadline, self._left = talk, deadline, False
-        if talk._at_end(self._ended):
-            self._left = True
-            self._cancel(talk)
-        elif deadline != math.inf:
-            self.cancel_scope.deadline = deadline
-
-    def end(self) -> bool:
-        """The call is over. Returns True if its deadline has passed, and somebody may want to know."""
-        assert self._talk is not None
-        self._talk._state.on_end = ()
-        self._talk = None
-        if self._deadline == math.inf:
-            return False
-        passed = self.cancel_scope.cancel_called and not self._left
-        self.cancel_scope.deadline = math.inf
-        return passed
-
-    def _ended(self) -> None:
-        talk = self._talk
-        if talk is not None and not self._left:
-            self._left = True
-            talk._close(by_force=True)
-            # Cancelled later: not while messages are delivered.
-            trio.lowlevel.current_trio_token().run_sync_soon(self._cancel, talk)
-
-    def _cancel(self, talk: Channel) -> None:
-        if self._talk is talk:
-            self.cancel_scope.cancel()
-
-
-async def _wait_for_slot(talk: Channel, slots: trio.Semaphore) -> bool:
-    """Returns False if the caller leaves before."""
-    got = False
-    with talk.cancel_when_left():
-        await slots.acquire()
-        got = True
-    return got
 
 
 # ---- the user's code: KeyboardInterrupt may be raised anywhere in it ----
