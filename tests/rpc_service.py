@@ -38,7 +38,7 @@ class Store(rpc.Service):
 
     @rpc.method
     async def echo(self, call: rpc.Call, value: Any = None) -> Any:
-        return rpc.Reply(value, [bytes(each) for each in call.buffers])
+        return rpc.Reply(value, [bytes(each) for each in call.buffers]) if call.buffers else value
 
     @rpc.method
     async def fail(self, call: rpc.Call, how: str) -> object:

@@ -143,7 +143,8 @@ async def test_arrays_of_every_kind(seed: int) -> None:
 def test_damaged_messages_are_refused(seed: int) -> None:
     chance = random.Random(seed)
     message = wire.encode_message(MSGPACK, wire.ITEM, {"a": 1}, [numpy.arange(12).reshape(3, 4), b"xyz"])
-    assert wire.decode_message(message)[3].arrays()[0].shape == (3, 4)
+    found = wire.decode_message(message)[3]
+    assert found is not None and found.arrays()[0].shape == (3, 4)
     for _ in range(200):
         damaged = bytearray(message)
         for _ in range(chance.randrange(1, 4)):
@@ -154,7 +155,7 @@ def test_damaged_messages_are_refused(seed: int) -> None:
             wire.decode_head(codec, head)
         except wire.BadMessage:
             continue
-        assert sum(len(each) for each in buffers) <= len(damaged)
+        assert sum(len(each) for each in buffers or ()) <= len(damaged)
 
 
 async def test_buffers_that_have_not_arrived() -> None:
@@ -173,7 +174,7 @@ async def test_arguments_that_cannot_be_sent() -> None:
                 await client.call("echo", buffers=[buffer])
         with pytest.raises(ValueError, match="send fewer"):
             await client.call("echo", buffers=[b"x"] * 2**16)
-        for buffers in (numpy.zeros(3), numpy.zeros(0), b"bytes", {"a": b"bytes"}, None, 5):
+        for buffers in (numpy.zeros(3), numpy.zeros(0), b"bytes", {"a": b"bytes"}, 5):
             with pytest.raises(TypeError, match="must be a list or a tuple"):
                 await client.call("echo", buffers=buffers)
         with pytest.raises(TypeError, match="timeout"):
@@ -206,7 +207,23 @@ def test_wrong_declarations() -> None:
         @rpc.method
         async def unknown(self, call: rpc.Call, x: Nothing) -> None: ...  # type: ignore[name-defined] # noqa: F821
 
-    for service, text in ((Named, "timeout"), (Starred, "plain"), (Unknown, "annotation")):
+    class WithoutCall(rpc.Service):
+        @rpc.method
+        async def get(self, key: str) -> None: ...
+
+    class WithNothing(rpc.Service):
+        @rpc.method
+        async def get(self) -> None: ...
+
+    class WithAnnotation(rpc.Service):
+        @rpc.method
+        async def get(self, request: rpc.Call, key: str) -> None: ...
+
+    rpc.serving(WithAnnotation())
+    for service, text in (
+        (Named, "timeout"), (Starred, "plain"), (Unknown, "annotation"), (WithoutCall, "name it call"),
+        (WithNothing, "name it call"),
+    ):  # fmt: skip
         with pytest.raises(TypeError, match=text):
             rpc.serving(service())
     for wrong in (Store, None, "store"):
@@ -218,6 +235,47 @@ def test_wrong_declarations() -> None:
         rpc.Client(7)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         rpc.Call()  # type: ignore[call-arg]
+
+
+async def test_a_method_called_as_a_stream_and_a_stream_called_as_a_method() -> None:
+    async with client_of(Store()) as client:
+        with pytest.raises(rpc.UnknownMethod, match=r"count is a stream: use Client\.stream"):
+            await client.call("count", until=3)
+        assert await client.call("total") == 0, "it has no items"
+        async with client.stream("add", a=1, b=2) as stream:
+            assert await stream.result() == 3
+        with pytest.raises(TypeError, match="fail_after"):
+            client.stream("count", until=3, timeout=2)
+
+
+async def test_a_reply_without_buffers_is_a_reply() -> None:
+    class Some(rpc.Service):
+        @rpc.method
+        async def some(self, call: rpc.Call, count: int) -> rpc.Reply:
+            assert call.arrays() == []
+            return rpc.Reply("value", [b"x"] * count)
+
+    async with client_of(Some()) as client:
+        for count in (0, 2):
+            reply = await client.call("some", count=count, buffers=[])
+            assert reply.value == "value" and len(reply.arrays()) == len(reply.buffers) == count
+
+
+async def test_a_deadline_that_was_moved_while_the_call_ran() -> None:
+    """The server keeps the deadline that it was told."""
+    store = Store()
+    async with client_of(store) as client:
+        with trio.move_on_after(0.05) as scope:
+
+            async def move() -> None:
+                await until(lambda: store.running["wait"])
+                scope.deadline = trio.current_time() + 10
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(move)
+                with pytest.raises(rpc.CallTimedOut, match="at the server"):
+                    scope.deadline = trio.current_time() + 0.05
+                    await client.call("wait")
 
 
 async def test_over_a_connection_of_ones_own() -> None:
@@ -340,8 +398,8 @@ async def test_deadlines_travel() -> None:
             nursery.cancel_scope.cancel()
 
 
-def call_message(method: str, left: Any = None, metadata: Any = None, **arguments: Any) -> Any:
-    return wire.encode_message(MSGPACK, wire.CALL, [method, left, metadata, arguments])
+def call_message(method: str, left: Any = None, metadata: Any = None, kind: int = wire.CALL, **arguments: Any) -> Any:
+    return wire.encode_message(MSGPACK, kind, [method, left, metadata, arguments])
 
 
 async def test_the_server_keeps_the_deadline() -> None:
@@ -850,18 +908,18 @@ async def test_garbage_is_refused(garbage: bytes) -> None:
 async def test_garbage_as_items(items: list[bytes]) -> None:
     async with serving(Store()) as server, trio_ucx.connect(server.address) as connection:
         async with connection.open_conversation() as talk:
-            await talk.send(call_message("total"))
+            await talk.send(call_message("total", kind=wire.STREAM))
             for item in items:
                 await talk.send(item)
             kind, error = received(await talk.receive())
-            assert kind == wire.ERROR and error[1].endswith("CallRefused")
+            assert kind == wire.ERROR and error[1].endswith("CallError")
 
 
 async def test_items_without_credit_are_refused() -> None:
     """A client that reads nothing and sends without end does not fill the server's memory."""
     async with serving(Store()) as server, trio_ucx.connect(server.address) as connection:
         async with connection.open_conversation() as talk:
-            await talk.send(call_message("count", until=100))
+            await talk.send(call_message("count", until=100, kind=wire.STREAM))
             with pytest.raises(trio_ucx.PeerClosed):
                 while True:
                     await talk.send(b"M\1\0\0\0\0\xc0")

@@ -20,7 +20,7 @@ from . import _messages as wire
 from ._errors import BadArguments, CallError, CallLost, CallRefused, CallTimedOut, RemoteError, UnknownMethod
 from ._items import ItemFlow
 from ._lines import Line, Lines, OneLine
-from ._messages import DEFAULT, bounded, decode_head, decode_message, encode_message
+from ._messages import DEFAULT, RESERVED, bounded, decode_head, decode_message, encode_message
 from ._server import Hook
 from ._service import Service, check_errors, declarations, type_name, whole
 
@@ -39,8 +39,9 @@ class _Request:
 
     method: str
     arguments: dict[str, Any]
-    buffers: Sequence[Any]
+    buffers: Sequence[Any] | None
     metadata: Mapping[str, str] | None
+    kind: int = wire.CALL
     may_have_run: bool = False
 
     def message(self) -> Any:
@@ -49,7 +50,7 @@ class _Request:
         """
         deadline = trio.current_effective_deadline()
         left = None if deadline == math.inf else max(deadline - trio.current_time(), 0.0)
-        return encode_message(DEFAULT, wire.CALL, [self.method, left, self.metadata, self.arguments], self.buffers)
+        return encode_message(DEFAULT, self.kind, [self.method, left, self.metadata, self.arguments], self.buffers)
 
     def lost(self, error: Exception, *, may_have_run: bool) -> CallLost:
         ended = isinstance(error, trio.EndOfChannel)
@@ -121,7 +122,7 @@ class Client:
         /,
         *,
         timeout: float | None = None,
-        buffers: Sequence[Any] = (),
+        buffers: Sequence[Any] | None = None,
         metadata: Mapping[str, str] | None = None,
         idempotent: bool = False,
         **arguments: Any,
@@ -214,9 +215,12 @@ class Client:
                 message = request.message()  # the server has left the conversation before it has read the call
         if data is None:
             data = await _exchange(line, line.open(), request, message)
-        kind, value = self._answer(request.method, data)
+        try:
+            kind, value = self._answer(request.method, data)
+        except _DeadlinePassed:
+            raise await _timed_out(request.method) from None
         if kind != wire.REPLY:
-            raise CallError(f"{request.method} is a stream: use Client.stream")
+            raise CallError(f"{request.method}: the answer of the server is a message of kind {kind}")
         return value
 
     def _answer(self, method: str, data: bytes) -> tuple[int, Any]:
@@ -258,7 +262,7 @@ class Client:
         method: str,
         /,
         *,
-        buffers: Sequence[Any] = (),
+        buffers: Sequence[Any] | None = None,
         metadata: Mapping[str, str] | None = None,
         **arguments: Any,
     ) -> Stream:
@@ -276,7 +280,9 @@ class Client:
         Raises:
             TypeError, ValueError: the arguments cannot be sent; raised when the block is entered, as is ``CallLost``.
         """
-        return Stream._create(self, _Request(method, arguments, buffers, metadata))
+        if RESERVED & arguments.keys():
+            raise TypeError("stream has no timeout= (put trio.fail_after around its block), and no idempotent=")
+        return Stream._create(self, _Request(method, arguments, buffers, metadata, wire.STREAM))
 
 
 async def _exchange(line: Line, talk: Channel, request: _Request, message: Any) -> bytes:
@@ -314,11 +320,12 @@ async def _send(talk: Channel, request: _Request, message: Any) -> None:
 
 
 async def _timed_out(method: str) -> CallTimedOut:
-    """The server has cancelled the handler: waits for this side's deadline, if there still is one."""
-    deadline = trio.current_effective_deadline()
-    if deadline < math.inf:
-        await trio.sleep_until(deadline)
-        await trio.lowlevel.checkpoint()
+    """The server has cancelled the handler at the deadline, which comes here in a moment: then the caller is cancelled.
+
+    The error is for a caller that has moved its deadline meanwhile.
+    """
+    ahead = trio.current_effective_deadline() - trio.current_time()
+    await trio.sleep(min(max(ahead, 0.0) + 0.001, 1.0))
     return CallTimedOut(f"{method}: the deadline has passed at the server", may_have_run=True)
 
 
@@ -401,7 +408,7 @@ class Stream(metaclass=OpenedNotConstructed):
         raise StopAsyncIteration
 
     @enable_ki_protection
-    async def send(self, value: Any, *, buffers: Sequence[Any] = ()) -> None:
+    async def send(self, value: Any, *, buffers: Sequence[Any] | None = None) -> None:
         """Sends an item to the handler, which gets it from :meth:`Call.items`.
 
         Waits while the handler has several items unread.

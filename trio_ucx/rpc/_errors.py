@@ -35,7 +35,7 @@ class RemoteError(CallError):
 
 
 class CallRefused(CallError):
-    """The server did not run the call: it shuts down, or cannot understand the call.
+    """The server could not read the call, and did not run it.
 
     Attributes:
         may_have_run: False.
@@ -45,7 +45,7 @@ class CallRefused(CallError):
 
 
 class UnknownMethod(CallRefused):
-    """The server has no method of this name, or has it as a stream, or not as one.
+    """The server has no method of this name, or it is a stream.
 
     Attributes:
         may_have_run: False.
@@ -73,7 +73,7 @@ class CallLost(CallError, trio.BrokenResourceError):
 
 
 class CallTimedOut(CallError, trio.TooSlowError):
-    """The ``timeout`` of a call has passed.
+    """The ``timeout`` of a call has passed, or its deadline at the server.
 
     Attributes:
         may_have_run: False if the call was not sent, because it waited for a connection or for other calls.

@@ -11,6 +11,7 @@ next call, until one of them leaves it. A message is a head, and perhaps buffers
 
     kind      head
     CALL      [method, seconds that are left or null, metadata or null, arguments]; from the client
+    STREAM    the same, where the client's items follow
     ITEM      a value of a stream; in both directions
     END       null: no more items come; from the client, or after a stream's last item from the server
     CREDIT    null: some of the other side's items were read, see ``_items.py``; in both directions
@@ -39,7 +40,7 @@ try:
 except ImportError:  # pragma: no cover
     msgspec = None  # type: ignore[assignment]
 
-CALL, ITEM, END, REPLY, ERROR, CREDIT = range(6)
+CALL, ITEM, END, REPLY, ERROR, CREDIT, STREAM = range(7)
 #: The categories of errors.
 RAISED, UNKNOWN_METHOD, BAD_ARGUMENTS, DEADLINE, REFUSED = range(5)
 
@@ -87,10 +88,10 @@ class Codec:
         self.decode_call = decode_call
         self.check = check
         self.letter = letter[0]
-        self.plain = [_PREFIX.pack(self.letter, kind, 0) for kind in range(6)]
+        self.plain = [_PREFIX.pack(self.letter, kind, 0) for kind in range(7)]
 
 
-def encode_message(codec: Codec, kind: int, head: Any, buffers: Sequence[Any] = ()) -> Any:
+def encode_message(codec: Codec, kind: int, head: Any, buffers: Sequence[Any] | None = None) -> Any:
     """Returns a message for ``Channel.send``, which is one piece, or the buffers and what is between them.
 
     Raises:
@@ -101,18 +102,18 @@ def encode_message(codec: Codec, kind: int, head: Any, buffers: Sequence[Any] = 
         body = codec.encode(head)
     except (OverflowError, RecursionError) as error:
         raise ValueError(f"a value that cannot be encoded: {error}") from None
+    if buffers is None:
+        return codec.plain[kind] + body
     if not isinstance(buffers, (list, tuple)):
         raise TypeError(f"buffers must be a list or a tuple, not {type(buffers).__name__}")
-    if not buffers:
-        return codec.plain[kind] + body
     start = _PREFIX.pack(codec.letter, kind, len(body)) + body
     start += bytes(-len(start) % ALIGNMENT)
     arrays: Any = message_of_many(list(buffers))
     return start + arrays if type(arrays) is bytes else [start, *arrays]
 
 
-def decode_message(data: bytes) -> tuple[Codec, int, Any, list[memoryview]]:
-    """Takes a message apart, into the encoding, the kind, the encoded head, and the buffers.
+def decode_message(data: bytes) -> tuple[Codec, int, Any, ReceivedBuffers | None]:
+    """Takes a message apart, into the encoding, the kind, the encoded head, and the buffers, if it has some.
 
     Raises:
         BadMessage: it is none.
@@ -127,7 +128,7 @@ def decode_message(data: bytes) -> tuple[Codec, int, Any, list[memoryview]]:
         raise BadMessage(f"a message in an unknown encoding, {data[0]}")
     _, kind, size = _PREFIX.unpack_from(data)
     if not size:
-        return codec, kind, view[start:], []
+        return codec, kind, view[start:], None
     end = start + size
     try:
         return codec, kind, view[start:end], ReceivedBuffers(data, end + -end % ALIGNMENT)

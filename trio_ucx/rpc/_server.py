@@ -17,7 +17,7 @@ from .. import Channel, Connection, MessageTooLong
 from .._util.arguments import check_integer
 from .._util.handles import OpenedNotConstructed
 from . import _messages as wire
-from ._errors import CallRefused
+from ._errors import CallError
 from ._items import ItemFlow
 from ._messages import MOST_KEPT, Codec, bounded, decode_call, decode_message, encode_message
 from ._service import Method, Service, arrays_of, methods_of, parts, type_name
@@ -57,6 +57,7 @@ class Call(metaclass=OpenedNotConstructed):
     _talk: Channel
     _codec: Codec
     _deadline: float
+    _has_items: bool
     _opened_flow: ItemFlow | None = None
 
     @property
@@ -81,15 +82,15 @@ class Call(metaclass=OpenedNotConstructed):
     def items(self) -> AsyncIterator[Any]:
         """Returns an iterator over what the client sends with ``Stream.send``, until it has sent everything.
 
-        An item with buffers is a :class:`Reply`. The client waits where the handler does not read fast enough. A step
-        raises :class:`CallRefused` if the client has sent something else, and ``trio.BrokenResourceError`` if the
-        client is gone.
+        There are none if it was called with :meth:`Client.call`. An item with buffers is a :class:`Reply`. The client
+        waits where the handler does not read fast enough. A step raises :class:`CallError` if the client has sent
+        something else, and ``trio.BrokenResourceError`` if the client is gone.
 
         Cancellation: a cancelled step loses no item.
 
         Raises: nothing.
         """
-        return _Items(self._flow)
+        return _Items(self._flow, ended=not self._has_items)
 
 
 @attrs.define(eq=False)
@@ -97,7 +98,7 @@ class _Items(AsyncIterator[Any]):
     # No generator: one that is not read to its end would have to be closed.
 
     _flow: ItemFlow
-    _ended: bool = False
+    _ended: bool
 
     @enable_ki_protection
     async def __anext__(self) -> Any:
@@ -107,7 +108,7 @@ class _Items(AsyncIterator[Any]):
         try:
             kind, value = await self._flow.next()
         except wire.BadMessage as error:
-            raise CallRefused(f"the client has sent {error}") from None
+            raise CallError(f"the client has sent {error}") from None
         if kind == wire.ITEM:
             return value
         self._ended = True
@@ -245,7 +246,7 @@ class _Serving:
         codec = wire.CODECS[wire.JSON]
         try:
             codec, kind, head, buffers = decode_message(data)
-            if kind != wire.CALL:
+            if kind not in (wire.CALL, wire.STREAM):
                 raise wire.BadMessage(f"a message of kind {kind}, which begins no call")
             name, left, metadata, encoded = decode_call(codec, head)
         except wire.BadMessage as error:
@@ -253,12 +254,16 @@ class _Serving:
         found = self.methods.get(name)
         if found is None:
             return failure(codec, wire.UNKNOWN_METHOD, f"the server has no method {bounded(name, 100)!r}")
+        if found.declaration.stream and kind == wire.CALL:
+            return failure(codec, wire.UNKNOWN_METHOD, f"{name} is a stream: use Client.stream")
         try:
             arguments = found.checks[codec](encoded)
         except (ValueError, RecursionError) as error:
             return failure(codec, wire.BAD_ARGUMENTS, bounded(f"{name}: {error}"))
         deadline = math.inf if left is None else begun_at + left
-        call = Call._create(name, buffers, metadata or {}, self.connection, talk, codec, deadline)
+        call = Call._create(
+            name, buffers or [], metadata or {}, self.connection, talk, codec, deadline, kind == wire.STREAM
+        )
         if left is None:
             return await self.run_handler(found, call, codec, arguments)
         message = None
@@ -310,7 +315,7 @@ async def _stream(function: Callable[..., Any], call: Call, arguments: dict[str,
             except _GONE:
                 raise _CallerGone from None
             except wire.BadMessage as error:
-                raise CallRefused(f"the client has sent {error}") from None
+                raise CallError(f"the client has sent {error}") from None
 
 
 # ---- answers ----

@@ -25,7 +25,7 @@ class Service:
 class Reply:
     """A value with buffers beside it, which are not copied.
 
-    A handler returns or yields one. A client gets one where the server has sent buffers, and the plain value otherwise.
+    A method returns or yields one, and the client then gets one.
 
     Attributes:
         value: the value.
@@ -55,14 +55,14 @@ def arrays_of(buffers: Sequence[Any]) -> list[Any]:
     return []
 
 
-def parts(value: Any) -> tuple[Any, Sequence[Any]]:
+def parts(value: Any) -> tuple[Any, Sequence[Any] | None]:
     """Returns a value that is sent, and the buffers beside it."""
-    return (value.value, value.buffers) if isinstance(value, Reply) else (value, ())
+    return (value.value, value.buffers) if isinstance(value, Reply) else (value, None)
 
 
-def whole(value: Any, buffers: list[memoryview]) -> Any:
+def whole(value: Any, buffers: Sequence[Any] | None) -> Any:
     """Returns what the user gets of a value that has arrived."""
-    return Reply(value, buffers) if buffers else value
+    return value if buffers is None else Reply(value, buffers)
 
 
 @attrs.frozen
@@ -173,14 +173,18 @@ def methods_of(service: Service) -> dict[str, Method]:
 
 def _method(function: Any, declaration: Declaration) -> Method:
     name = function.__qualname__
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+    found = list(inspect.signature(function).parameters.values())
+    call, parameters = found[0].name if found else "", found[1:]
     if any(each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) for each in parameters):
         raise TypeError(f"{name}: the arguments after the call must be plain, or keyword-only")
     if taken := RESERVED.intersection(each.name for each in parameters):
-        raise TypeError(f"{name}: an argument cannot be called {' or '.join(taken)}: rpc.Client.call has that itself")
+        raise TypeError(f"{name}: rename the argument {' and '.join(taken)}: rpc.Client.call has that itself")
     try:
         types = typing.get_type_hints(function, include_extras=True)
         wanted = [(each.name, types.get(each.name, Any), each.default is each.empty) for each in parameters]
-        return Method(function, declaration, {codec: codec.check(wanted) for codec in CODECS.values()})
+        method = Method(function, declaration, {codec: codec.check(wanted) for codec in CODECS.values()})
     except (TypeError, NameError) as error:
         raise TypeError(f"{name}: an annotation that cannot be checked: {error}") from error
+    if call not in ("call", "_call") and getattr(types.get(call), "__name__", "") != "Call":
+        raise TypeError(f"{name}: its first parameter after self must be the rpc.Call: name it call, or annotate it")
+    return method
