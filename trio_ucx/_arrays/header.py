@@ -100,7 +100,8 @@ class ArraysLayout:
             listed = [f"{name!r}: {one}" for name, one in zip(self.names, listed, strict=False)]
         more = "; ..." if len(self.arrays) > len(listed) else ""
         kind = "a list" if self.names is None else "a dict"
-        return f"{kind} of {len(self.arrays)} arrays ({'; '.join(listed)}{more})"
+        plural = "" if len(self.arrays) == 1 else "s"
+        return f"{kind} of {len(self.arrays)} array{plural} ({'; '.join(listed)}{more})"
 
 
 class BadHeader(ValueError):

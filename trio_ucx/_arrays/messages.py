@@ -1,9 +1,9 @@
 """Arrays to messages, and messages to arrays.
 
-A message goes straight into the arrays of the caller when it is as long as one with exactly these arrays would be, and
-its header is then compared with the header that those would have. Everything else (another order, an array that is not
-contiguous, short messages) is first in memory of the library, and is copied. Without arrays of the caller, the arrays
-are views of one block of memory that is as long as the message.
+A message that is as long as expected is written directly into the arrays of the caller, and then its header is compared
+with the expected one. Everything else (another order, an array that is not contiguous, short messages) is first in
+memory of the library, and is copied. Without arrays of the caller, the arrays are views of one block of memory that is
+as long as the message.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class _Mismatch(Exception):
 
 
 class FreshTarget:
-    """Receives into memory of which the arrays become views, its value: a ``_link.receiving.ReceiveTarget``.
+    """Receives into memory; the arrays, its value, are views of that. A ``_link.receiving.ReceiveTarget``.
 
     Args:
         memory: memory of the caller's, for a message of this length; None: that of the message itself.
@@ -298,13 +298,17 @@ def layout_of(message: Any) -> ArraysLayout:
     try:
         return _layout_of(message)
     except BadHeader as error:
-        raise _Mismatch(f"the message, of {len(message)} bytes, has no arrays: {error}: receive it as bytes") from None
+        raise _Mismatch(
+            f"the message, of {len(message)} bytes, has no arrays ({error}): call receive for its bytes"
+        ) from None
 
 
 def _layout_of(message: Any) -> ArraysLayout:
-    """Raises:
-    BadHeader: it has no such header.
-    ImportError: see :func:`header.decode`.
+    """Returns what the header of a message says.
+
+    Raises:
+        BadHeader: it has no such header.
+        ImportError: see :func:`header.decode`.
     """
     size = header_size(bytes(message[:PREFIX_SIZE]), len(message))
     layout = decode(bytes(message[:size]))

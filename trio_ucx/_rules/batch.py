@@ -2,8 +2,8 @@
 
 Handing a message to UCX costs several times as much as preparing it, over TCP a system call. So when small messages
 follow each other closely, only the first is sent at once; the others are collected into a *batch*, a message that the
-receiver's C code takes apart (``tag_inbox.c``). It is sent when it is full, before Trio sleeps, and at the first
-message and the first round of Trio's loop (``ucp/_engine/progress.py``) after ``DEFER_SECONDS``.
+receiver's C code takes apart (``tag_inbox.c``). A batch is sent when it is full, or before Trio sleeps. After
+``DEFER_SECONDS`` (``ucp/_engine/arming.py``), the next message or the next round of Trio's loop sends it.
 
 A batch consists of groups of packed messages: a head (tag queue, length of each message, their number), then the
 messages, one after the other. A control frame is a group of its own.
@@ -35,7 +35,7 @@ class Batch:
         self._length = self._count = self._head = 0
 
     def add(self, queue: int, data: bytes) -> bool:
-        """Adds a small message, or a control frame. Returns whether to :meth:`take` now: another may find no room."""
+        """Adds a small message, or a control frame. Returns True if it must be taken now: another may find no room."""
         if (
             queue != self._queue
             or len(data) != self._length

@@ -25,7 +25,7 @@ from ._server import Hook
 from ._service import Service, check_errors, declarations, type_name, whole
 
 _REFUSALS = {wire.UNKNOWN_METHOD: UnknownMethod, wire.BAD_ARGUMENTS: BadArguments, wire.REFUSED: CallRefused}
-#: How often a call is made that may have run and is idempotent. (It may be what kills the server.)
+#: The most attempts for an idempotent call that may have run. (The call may be what kills the server.)
 _ATTEMPTS = 3
 
 
@@ -45,8 +45,10 @@ class _Request:
     may_have_run: bool = False
 
     def message(self) -> Any:
-        """Raises:
-        TypeError, ValueError: it cannot be encoded.
+        """Returns what is sent, which says how much time is left.
+
+        Raises:
+            TypeError, ValueError: it cannot be encoded.
         """
         deadline = trio.current_effective_deadline()
         left = None if deadline == math.inf else max(deadline - trio.current_time(), 0.0)
@@ -64,8 +66,8 @@ class Client:
     """Calls methods of a server: over a connection that you have opened, or that :func:`connect` keeps open.
 
     Args:
-        connection: a connection to a server that runs :func:`serving`. The client does not close it. Use it for other
-            messages and conversations, too.
+        connection: a connection to a server that runs :func:`serving`. The client does not close it. Messages with
+            tags can go over it, too; conversations belong to the calls.
         limit: how many calls and streams may be in flight; others wait.
         service: the server's class, if this side has it: its methods' ``idempotent=`` and ``raises=`` are used.
         errors: more exceptions that are raised as what they are when a handler raises them. Others are
@@ -181,7 +183,7 @@ class Client:
             self._slots.acquire_nowait()
         except trio.WouldBlock:
             await self._slots.acquire()
-            message = None  # it says how much time is left
+            message = None  # encoded again, because less time is left
         try:
             while True:
                 line = self._lines.current
@@ -266,11 +268,11 @@ class Client:
         metadata: Mapping[str, str] | None = None,
         **arguments: Any,
     ) -> Stream:
-        """Returns a call whose server sends, or receives, many values: an async context manager that begins it.
+        """Returns an async context manager: a call in which either side sends many values. Entering it begins the call.
 
         Iterate over the :class:`Stream` for what an :func:`rpc.stream` yields, and send with :meth:`Stream.send` what
-        the handler reads with :meth:`Call.items`. The deadlines of the cancel scopes around the block travel. It is
-        never repeated.
+        the handler reads with :meth:`Call.items`. The deadlines of the cancel scopes around the block travel. A
+        stream is never repeated.
 
         Args:
             method, buffers, metadata, arguments: as for :meth:`call`.
@@ -411,7 +413,7 @@ class Stream(metaclass=OpenedNotConstructed):
     async def send(self, value: Any, *, buffers: Sequence[Any] | None = None) -> None:
         """Sends an item to the handler, which gets it from :meth:`Call.items`.
 
-        Waits while the handler has several items unread.
+        Waits while the handler has eight items unread.
 
         Args:
             value: anything that can be encoded.

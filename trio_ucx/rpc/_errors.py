@@ -1,4 +1,4 @@
-"""Why a call has no result."""
+"""The exceptions of calls."""
 
 from __future__ import annotations
 

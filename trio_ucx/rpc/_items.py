@@ -14,7 +14,8 @@ from ._service import whole
 
 #: How many items may be unread. A side that has read half of them says so (CREDIT).
 UNREAD_ITEMS = 8
-#: More than that are refused: a send that was cancelled may have sent its item, for which there is a credit again.
+#: More unread items than that are refused. It is more than UNREAD_ITEMS because a send that was cancelled may have sent
+#: its item, and has its credit again all the same.
 _MOST_UNREAD = 4 * UNREAD_ITEMS
 
 
@@ -55,7 +56,7 @@ class ItemFlow:
         return kind, value
 
     async def _send_credit(self) -> None:
-        """Says that items were read. Waits only where the peer cannot send another one before it knows."""
+        """Says that items were read. Waits only if the peer has used all its credit."""
         credit = self._codec.plain[wire.CREDIT] + self._codec.encode(None)
         try:
             while self._read >= UNREAD_ITEMS // 2:

@@ -142,8 +142,10 @@ def is_reply(message: Any) -> bool:
 
 
 def decode_head(codec: Codec, head: Any) -> Any:
-    """Raises:
-    BadMessage: it is not in this encoding.
+    """Returns the head of a message.
+
+    Raises:
+        BadMessage: it is not in this encoding.
     """
     try:
         return codec.decode(head)
@@ -152,8 +154,10 @@ def decode_head(codec: Codec, head: Any) -> Any:
 
 
 def decode_call(codec: Codec, head: Any) -> tuple[str, float | None, dict[str, str] | None, Any]:
-    """Raises:
-    BadMessage: it is not the head of a call.
+    """Returns the head of a call.
+
+    Raises:
+        BadMessage: it is none.
     """
     try:
         method, left, metadata, arguments = codec.decode_call(head)
@@ -163,7 +167,7 @@ def decode_call(codec: Codec, head: Any) -> tuple[str, float | None, dict[str, s
 
 
 def bounded(text: str, most: int = MOST_TEXT) -> str:
-    """The beginning of a text; printable, but for its line ends."""
+    """Returns the beginning of a text, printable but for its line ends."""
     return printable(text, most, keep="\n")
 
 

@@ -145,9 +145,10 @@ class _Serving:
     """The calls of one connection: a task for each conversation, in which a client makes one call after the other.
 
     Attributes:
-        busy: how many conversations have a call that was not answered yet. Further ones wait while there are ``limit``.
+        busy: how many conversations have a call that was not answered yet. While there are ``limit`` of them, no
+            further conversation is accepted.
         room: set when one of them is not busy any more.
-        kept: the others, the one that waits for the longest time first.
+        kept: the idle conversations, that which has been idle for the longest time first.
     """
 
     connection: Connection
@@ -330,7 +331,7 @@ def _unreadable(error: Exception, codec: Codec = wire.CODECS[wire.JSON]) -> Any:
 
 
 def _raised(found: Method, call: Call, codec: Codec, error: Exception) -> Any:
-    """The message about an exception of a handler."""
+    """Returns the message about an exception of a handler."""
     name, trace = type_name(type(error)), ""
     for declared in found.declaration.raises:
         if isinstance(error, declared):

@@ -79,15 +79,17 @@ def _decorate(function: Any, declaration: Declaration) -> Any:
     if not right(function):
         raise TypeError(
             f"{getattr(function, '__qualname__', function)!r} must be an async "
-            + ("generator: rpc.method is for functions that return" if declaration.stream else "function that returns")
+            + ("generator (or use rpc.method)" if declaration.stream else "function (rpc.stream is for generators)")
         )
     function.__rpc__ = declaration
     return function
 
 
 def check_errors(errors: Iterable[type[Exception]]) -> tuple[type[Exception], ...]:
-    """Raises:
-    TypeError: these are not exception classes.
+    """Returns the exception classes.
+
+    Raises:
+        TypeError: one is none.
     """
     found = tuple(errors)
     for each in found:
@@ -97,7 +99,7 @@ def check_errors(errors: Iterable[type[Exception]]) -> tuple[type[Exception], ..
 
 
 def type_name(kind: type[Exception]) -> str:
-    """The name of an exception's class, by which the two sides know it."""
+    """Returns the name of an exception's class, by which the two sides know it."""
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -161,8 +163,10 @@ def declarations(service: type) -> dict[str, Declaration]:
 
 
 def methods_of(service: Service) -> dict[str, Method]:
-    """Raises:
-    TypeError: it is no service; an annotation that cannot be checked.
+    """Returns the methods of a service by name.
+
+    Raises:
+        TypeError: it is no service; an annotation that cannot be checked.
     """
     if not isinstance(service, Service):
         raise TypeError(f"an rpc.Service is needed, not {service!r}")
