@@ -94,7 +94,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         return None if sent is True else sent or sending.send(self._state.queue, value)
 
     async def _send_unscheduled(self, value: Buffer) -> None:
-        """Sends a message as :meth:`send` does, but a small one passes no schedule point: the next receive passes one."""
+        """Sends a message as :meth:`send` does; but a small one passes no schedule point, as the next receive does."""
         sent = self._begin_send(value)
         if sent is not None:
             await completed(sent, self._connection._link.engine)
