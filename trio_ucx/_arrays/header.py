@@ -36,7 +36,10 @@ _KEPT, _KEPT_ARRAYS = 1024, 64
 #: The most elements without bytes.
 _MOST_EMPTY = 2**31
 #: Dtypes of numpy's that are no structures: bool, integers, floating point, complex, dates, characters, raw bytes.
-_PLAIN = re.compile(r"[<>|](?P<kind>[biufcSUV]|[mM])(?P<size>\d{1,9})(\[\d{0,9}[A-Za-z]{1,7}(/\d{1,9})?\])?")
+#: (numpy divides by the number after the slash: by zero, too, which ends the process.)
+_PLAIN = re.compile(
+    r"[<>|](?P<kind>[biufcSUV]|[mM])(?P<size>\d{1,9})(\[([1-9]\d{0,8})?[A-Za-z]{1,7}(/[1-9]\d{0,8})?\])?"
+)
 #: The size in bytes of elements that numpy does not have (names as of ml_dtypes).
 OTHERS = {
     "bfloat16": 2,
@@ -166,11 +169,18 @@ _numpy_dtype_again = lru_cache(maxsize=256)(_numpy_dtype)
 
 
 def _tuples(fields: Any) -> Any:
-    """Returns the description of a structured dtype as numpy wants it: a list of tuples, in which shapes are tuples."""
+    """Returns the description of a structured dtype as numpy wants it: a list of tuples, in which shapes are tuples.
+
+    Raises:
+        Exception: it has other elements than :func:`item_size` knows.
+    """
+    for _, kind, *_ in fields:
+        if not isinstance(kind, list) and not _PLAIN.fullmatch(kind):
+            raise BadHeader(f"no dtype: {kind[:100]!r}")
     return [
         (
             tuple(name) if isinstance(name, list) else name,
-            _tuples(kind) if isinstance(kind, list) and kind and isinstance(kind[0], list) else kind,
+            _tuples(kind) if isinstance(kind, list) else kind,
             *(tuple(one) for one in rest),
         )
         for name, kind, *rest in fields
