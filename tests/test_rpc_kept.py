@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -13,6 +14,7 @@ from helpers import open_listener, until
 import trio_ucx
 from trio_ucx import rpc
 from trio_ucx.rpc import _messages as wire
+from trio_ucx.rpc._server import failure
 from trio_ucx.testing import internals
 
 CODEC = wire.DEFAULT
@@ -210,3 +212,122 @@ async def test_a_limit_of_one() -> None:
                 await trio.sleep(0.05)
                 assert echo.running == 1
                 echo.release.set()
+
+
+async def test_a_call_in_a_conversation_that_the_server_closes_runs_once() -> None:
+    """The server closes the conversation that has waited longest, although its next call may have arrived."""
+    runs: collections.Counter[int] = collections.Counter()
+
+    class Counts(rpc.Service):
+        @rpc.method
+        async def count(self, call: rpc.Call, number: int) -> int:
+            runs[number] += 1
+            return number
+
+    with trio.fail_after(30):
+        async with serving(Counts(), limit=1000) as server, trio_ucx.connect(server.address) as connection:
+
+            async def calls(client: rpc.Client, first: int) -> None:
+                for number in range(first, first + 5):
+                    assert await client.call("count", number=number) == number
+
+            for first in (0, 1000):
+                async with trio.open_nursery() as nursery:
+                    for number in range(200):
+                        nursery.start_soon(calls, rpc.Client(connection), first + 5 * number)
+                [there] = server.connections
+                await until(lambda: conversations(there) <= wire.MOST_KEPT)  # noqa: B023
+            assert set(runs.values()) == {1} and len(runs) == 2000
+
+
+@pytest.mark.parametrize("limit", [1, 10])
+async def test_a_call_that_is_answered_while_the_server_drains(limit: int) -> None:
+    """Its conversation is kept no more: the drain would wait for it."""
+    echo = Echo()
+    with trio.fail_after(30):
+        async with serving(echo, limit=limit) as server, rpc.connect(server.address) as client:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.call, "wait")
+                await until(lambda: echo.running == 1)
+                nursery.start_soon(server.drain)
+                await trio.testing.wait_all_tasks_blocked()
+                echo.release.set()
+
+
+async def test_a_call_that_was_refused_has_not_run() -> None:
+    """The server drains, and there is no other one."""
+    echo = Echo()
+    with trio.fail_after(30):
+        async with serving(echo) as server, rpc.connect(server.address) as client:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.call, "wait")
+                await until(lambda: echo.running == 1)
+                nursery.start_soon(server.drain)
+                await trio.testing.wait_all_tasks_blocked()
+                with pytest.raises(rpc.CallLost, match="no connection") as caught:
+                    await client.call("wait")
+                assert not caught.value.may_have_run
+                echo.release.set()
+
+
+async def test_an_earlier_attempt_of_a_call_that_was_refused_may_have_run() -> None:
+    attempts = 0
+
+    async def answer(talk: trio_ucx.Channel) -> None:
+        nonlocal attempts
+        attempts += 1
+        await talk.receive()
+        if attempts == 1:
+            talk._close(by_force=True)
+        else:
+            await talk._send_last(failure(CODEC, wire.UNKNOWN_METHOD, "no"))
+
+    async def serve(connection: trio_ucx.Connection) -> None:
+        async for talk in connection.conversations():
+            await answer(talk)
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            server = await nursery.start(partial(trio_ucx.serve_ucx, serve, 0, host="127.0.0.1"))
+            async with rpc.connect(server.address) as client:
+                with pytest.raises(rpc.CallError, match="no") as caught:
+                    await client.call("anything", idempotent=True)
+                assert caught.value.may_have_run and attempts > 1
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_call_whose_deadline_has_passed_at_the_server() -> None:
+    """The answer may be there when the client, which was busy, looks at the clock."""
+
+    async def answer(talk: trio_ucx.Channel) -> None:
+        await talk.receive()
+        await talk._send_last(failure(CODEC, wire.DEADLINE, "late"))
+
+    async with by_hand(answer) as connection:
+        with pytest.raises(rpc.CallTimedOut) as caught:
+            await rpc.Client(connection).call("anything", timeout=0.05)
+        assert caught.value.may_have_run
+
+
+async def test_a_drain_refuses_calls_that_wait_for_a_limit() -> None:
+    """Otherwise it would not end while clients make calls."""
+
+    class Slow(rpc.Service):
+        @rpc.method
+        async def slow(self, call: rpc.Call) -> None:
+            await trio.sleep(0.01)
+
+    async def calls(client: rpc.Client) -> None:
+        with pytest.raises(rpc.CallLost) as caught:
+            while True:
+                await client.call("slow")
+        assert not caught.value.may_have_run
+
+    with trio.fail_after(30):
+        async with serving(Slow(), limit=1) as server, trio_ucx.connect(server.address) as connection:
+            client = rpc.Client(connection)
+            async with trio.open_nursery() as nursery:
+                for _ in range(20):
+                    nursery.start_soon(calls, client)
+                await trio.sleep(0.05)
+                assert await server.drain(timeout=20) == 0

@@ -188,11 +188,7 @@ class Client:
             while True:
                 line = self._lines.current
                 if line is None or not line.usable:
-                    try:
-                        line, message = await self._lines.next(), None
-                    except CallLost as error:
-                        error.may_have_run = request.may_have_run
-                        raise
+                    line, message = await self._lines.next(), None
                 try:
                     return await self._attempt(line, request, message or request.message())
                 except CallLost as error:
@@ -203,11 +199,14 @@ class Client:
                     if not await self._lines.replace(line, error, tries):
                         raise
                 message = None
+        except CallError as error:
+            error.may_have_run |= request.may_have_run  # an earlier attempt may have run
+            raise
         finally:
             self._slots.release()
 
     async def _attempt(self, line: Line, request: _Request, message: Any) -> Any:
-        kept, data = line.take_kept(), None
+        ran_before, kept, data = request.may_have_run, line.take_kept(), None
         if kept is not None:
             try:
                 data = await _exchange(line, kept, request, message)
@@ -219,6 +218,9 @@ class Client:
             data = await _exchange(line, line.open(), request, message)
         try:
             kind, value = self._answer(request.method, data)
+        except CallError as error:
+            request.may_have_run = ran_before or error.may_have_run
+            raise
         except _DeadlinePassed:
             raise await _timed_out(request.method) from None
         if kind != wire.REPLY:

@@ -212,20 +212,26 @@ class _Serving:
             trio.ClosedResourceError: it was closed meanwhile.
             Others: as ``Channel.receive``.
         """
-        if self.connection.draining:
-            raise trio.ClosedResourceError
+        self.check(talk)
         if len(self.kept) >= MOST_KEPT:
-            next(iter(self.kept))._close()
+            oldest = next(iter(self.kept))
+            del self.kept[oldest]
+            oldest._close()
         self.kept[talk] = None
         self.not_busy()
         try:
             data = await talk.receive()
         finally:
             self.busy += 1
-            del self.kept[talk]
+            self.kept.pop(talk, None)
+        self.check(talk)
+        return data
+
+    def check(self, talk: Channel) -> None:
+        """Raises an error if the server drains, or has closed a conversation: then the client makes the call again."""
         if self.connection.draining:
             raise trio.ClosedResourceError
-        return data
+        talk._check()
 
     def not_busy(self) -> None:
         self.busy -= 1
