@@ -73,7 +73,7 @@ ORDER = {
         *("client", "server"),
         "__init__",
     ],
-    "rpc": ["_errors", "_messages", "_service", "_items", "_server", "_lines", "_client", "_connect", "__init__"],
+    "rpc": ["_errors", "_messages", "_service", "_items", "_server", "_connections", "_client", "_connect", "__init__"],
     "_report": ["items", "frames", "network", "causes", "collect", "reporting", "__init__"],
     "ucp/_engine": [
         *("arming", "ending", "batches", "statistics", "teardown", "identity", "trio_run", "peer_processes", "waits"),

@@ -502,7 +502,10 @@ async def test_the_server_runs_so_many_handlers() -> None:
 
 async def test_the_client_has_so_many_calls_in_flight() -> None:
     store = Store()
-    async with client_of(store) as client, rpc.connect(client._lines.openers and address_of(client), limit=2) as few:
+    async with (
+        client_of(store) as client,
+        rpc.connect(address_of(client), limit=2) as few,
+    ):
         async with trio.open_nursery() as nursery:
             for _ in range(5):
                 nursery.start_soon(few.call, "wait")
@@ -516,7 +519,7 @@ async def test_the_client_has_so_many_calls_in_flight() -> None:
 
 
 def address_of(client: rpc.Client) -> tuple[str, int]:
-    address: Any = client._lines.current.connection.remote_address  # type: ignore[union-attr]
+    address: Any = client._connections.current.connection.remote_address  # type: ignore[union-attr]
     return address
 
 
@@ -644,7 +647,7 @@ async def test_reconnects_to_a_server_that_was_started_again() -> None:
             first = await client.call("pid_of")
             server.kill()
             server.wait()
-            await until(lambda: not client._lines.current.usable)  # type: ignore[union-attr]
+            await until(lambda: not client._connections.current.usable)  # type: ignore[union-attr]
             async with trio.open_nursery() as nursery:
                 pids = []
 
@@ -687,7 +690,7 @@ async def test_only_idempotent_calls_are_made_again() -> None:
             await client.call("once", number=3, idempotent=True)
         assert store.runs[3] == 3  # and no more: it may be what kills the server
         with pytest.raises(rpc.CallLost):
-            await rpc.Client._over(client._lines, 1, None, (), None).call("again", number=4)
+            await rpc.Client._over(client._connections, 1, None, (), None).call("again", number=4)
         assert store.runs[4] == 1
 
 
@@ -776,7 +779,7 @@ async def test_drain() -> None:
 async def test_what_has_arrived_is_read_after_the_server_has_gone() -> None:
     async with serving(Store()) as server, rpc.connect(server.address) as client:
         async with client.stream("count", until=5) as stream:
-            line: Any = client._lines.current
+            line: Any = client._connections.current
             await until(lambda: line.connection.statistics().messages_received >= 6)
             assert await server.drain(timeout=5) == 0
             await until(lambda: line.retired)
@@ -1021,7 +1024,7 @@ async def test_many_calls() -> None:
     store = Store()
     async with client_of(store) as client:
         await many(store, client, 3000)
-        connection = client._lines.current.connection  # type: ignore[union-attr]
+        connection = client._connections.current.connection  # type: ignore[union-attr]
         await until(lambda: not connection.statistics().left_over_operations and not connection.statistics().held)
 
 

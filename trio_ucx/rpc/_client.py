@@ -17,9 +17,9 @@ from .._util.arguments import check_integer, check_timeout
 from .._util.handles import OpenedNotConstructed
 from ..ucp._internal_api import completed
 from . import _messages as wire
+from ._connections import ClientConnection, GivenConnection, ReopenedConnections
 from ._errors import BadArguments, CallError, CallLost, CallRefused, CallTimedOut, RemoteError, UnknownMethod
 from ._items import ItemFlow
-from ._lines import Line, Lines, OneLine
 from ._messages import DEFAULT, RESERVED, bounded, decode_head, decode_message, encode_message
 from ._server import Hook
 from ._service import Service, check_errors, declarations, type_name, whole
@@ -92,17 +92,17 @@ class Client:
     ) -> None:
         if not isinstance(connection, Connection):
             raise TypeError(f"a trio_ucx.Connection is needed, not {type(connection).__name__}")
-        self._set_up(OneLine(connection), limit, service, errors, hook)
+        self._set_up(GivenConnection(connection), limit, service, errors, hook)
 
     @classmethod
-    def _over(cls, lines: Lines, *options: Any) -> Client:
+    def _over(cls, connections: ReopenedConnections, *options: Any) -> Client:
         client = cls.__new__(cls)
-        client._set_up(lines, *options)
+        client._set_up(connections, *options)
         return client
 
     def _set_up(
         self,
-        lines: Lines,
+        connections: GivenConnection | ReopenedConnections,
         limit: int,
         service: type[Service] | None,
         errors: Iterable[type[Exception]],
@@ -110,7 +110,7 @@ class Client:
     ) -> None:
         declared = {} if service is None else declarations(service)
         classes = [*check_errors(errors), *(kind for each in declared.values() for kind in each.raises)]
-        self._lines = lines
+        self._connections = connections
         self._slots = trio.Semaphore(check_integer(limit, "limit", 1, 2**31))
         self._errors = {f"__main__.{each.__qualname__}": each for each in classes}  # of a server that is a script
         self._errors |= {type_name(each): each for each in classes}
@@ -186,17 +186,17 @@ class Client:
             message = None  # encoded again, because less time is left
         try:
             while True:
-                line = self._lines.current
-                if line is None or not line.usable:
-                    line, message = await self._lines.next(), None
+                used = self._connections.current
+                if used is None or not used.usable:
+                    used, message = await self._connections.next(), None
                 try:
-                    return await self._attempt(line, request, message or request.message())
+                    return await self._attempt(used, request, message or request.message())
                 except CallLost as error:
                     attempts += error.may_have_run
                     if error.may_have_run and not (idempotent and attempts < _ATTEMPTS):
                         raise
                     tries += 1
-                    if not await self._lines.replace(line, error, tries):
+                    if not await self._connections.replace(used, error, tries):
                         raise
                 message = None
         except CallError as error:
@@ -205,17 +205,17 @@ class Client:
         finally:
             self._slots.release()
 
-    async def _attempt(self, line: Line, request: _Request, message: Any) -> Any:
-        ran_before, kept, data = request.may_have_run, line.take_kept(), None
+    async def _attempt(self, used: ClientConnection, request: _Request, message: Any) -> Any:
+        ran_before, kept, data = request.may_have_run, used.take_kept(), None
         if kept is not None:
             try:
-                data = await _exchange(line, kept, request, message)
+                data = await _exchange(used, kept, request, message)
             except CallLost as error:
-                if not (isinstance(error.__cause__, trio.EndOfChannel) and line.usable):
+                if not (isinstance(error.__cause__, trio.EndOfChannel) and used.usable):
                     raise
                 message = request.message()  # the server has left the conversation before it has read the call
         if data is None:
-            data = await _exchange(line, line.open(), request, message)
+            data = await _exchange(used, used.open(), request, message)
         try:
             kind, value = self._answer(request.method, data)
         except CallError as error:
@@ -289,8 +289,8 @@ class Client:
         return Stream._create(self, _Request(method, arguments, buffers, metadata, wire.STREAM))
 
 
-async def _exchange(line: Line, talk: Channel, request: _Request, message: Any) -> bytes:
-    """Sends a call in a conversation of a line, which it leaves, and returns what the server sends."""
+async def _exchange(used: ClientConnection, talk: Channel, request: _Request, message: Any) -> bytes:
+    """Sends a call in a conversation, which it leaves or keeps, and returns what the server sends."""
     ran_before, keep = request.may_have_run, False
     try:
         await _send(talk, request, message)
@@ -304,7 +304,7 @@ async def _exchange(line: Line, talk: Channel, request: _Request, message: Any) 
         keep = wire.is_reply(data)
         return data
     finally:
-        line.leave(talk, keep=keep)
+        used.leave(talk, keep=keep)
 
 
 async def _send(talk: Channel, request: _Request, message: Any) -> None:
@@ -364,11 +364,11 @@ class Stream(metaclass=OpenedNotConstructed):
             if client._hook is not None:
                 request.metadata = metadata = dict(request.metadata or {})
                 stack.enter_context(client._hook(request.method, metadata))
-            line = client._lines.current
-            if line is None or not line.usable:
-                line = await client._lines.next()
-            talk = line.open()
-            stack.callback(lambda: line.leave(talk, over=self._ended))
+            used = client._connections.current
+            if used is None or not used.usable:
+                used = await client._connections.next()
+            talk = used.open()
+            stack.callback(lambda: used.leave(talk, over=self._ended))
             await _send(talk, request, request.message())
             self._talk, self._flow = talk, ItemFlow(talk, DEFAULT)
             self._stack = stack.pop_all()

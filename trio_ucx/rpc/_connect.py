@@ -12,8 +12,8 @@ from .. import connect as connect_one
 from .._util.interrupts import protected_asynccontextmanager
 from ..ucp import Worker
 from ._client import Client
+from ._connections import ReopenedConnections, close
 from ._errors import CallLost
-from ._lines import DialedLines, close
 from ._server import Hook
 from ._service import Service
 
@@ -65,18 +65,18 @@ async def connect(
     openers = [opener(address) for address in several]
     raised: BaseException | None = None
     async with trio.open_nursery() as nursery:
-        lines = DialedLines(nursery, openers, retry)
+        connections = ReopenedConnections(nursery, openers, retry)
         try:
-            client = Client._over(lines, limit, service, errors, hook)
-            await lines.next()
+            client = Client._over(connections, limit, service, errors, hook)
+            await connections.next()
             try:
                 yield client
             finally:
-                lines.closed = True
-            for line in list(lines.held):
-                await close(line.connection)
+                connections.closed = True
+            for used in list(connections.held):
+                await close(used.connection)
         except CallLost as error:
-            raised = error.__cause__ if lines.current is None and error.__cause__ is not None else error
+            raised = error.__cause__ if connections.current is None and error.__cause__ is not None else error
         except BaseException as error:  # raised outside the nursery, which would put it into a group
             raised = error
         nursery.cancel_scope.cancel()

@@ -15,7 +15,7 @@ from ._messages import MOST_KEPT
 
 
 @attrs.define(eq=False)
-class Line:
+class ClientConnection:
     """A connection, and the conversations that calls have there."""
 
     connection: Connection
@@ -81,45 +81,21 @@ class Line:
             await self.unused.wait()
 
 
-class Lines:
-    """Where a client finds a connection.
-
-    Attributes:
-        current: the one to use, if it is usable.
-    """
-
-    current: Line | None = None
-
-    async def next(self) -> Line:
-        """Returns a usable one.
-
-        Raises:
-            CallLost: there is none.
-            trio.ClosedResourceError: the client was closed.
-        """
-        raise NotImplementedError
-
-    async def replace(self, line: Line, error: CallLost, tries: int) -> bool:
-        """A call was lost on a line, for the first time if ``tries`` is 1. Returns True if it can be made again."""
-        raise NotImplementedError
-
-
-class OneLine(Lines):
-    """A connection that was given."""
+class GivenConnection:
+    """A connection that was given: see :class:`ReopenedConnections` for its methods."""
 
     def __init__(self, connection: Connection) -> None:
-        self.current = Line(connection)
+        self.current = ClientConnection(connection)
 
-    async def next(self) -> Line:
-        assert self.current is not None
+    async def next(self) -> ClientConnection:
         return self.current  # its own error is the best one
 
-    async def replace(self, line: Line, error: CallLost, tries: int) -> bool:
+    async def replace(self, used: ClientConnection, error: CallLost, tries: int) -> bool:
         return False
 
 
 @attrs.define(eq=False)
-class _Dial:
+class _Opening:
     """The opening of a connection, for which calls wait."""
 
     done: trio.Event = attrs.field(factory=trio.Event)
@@ -127,67 +103,76 @@ class _Dial:
 
 
 @attrs.define(eq=False)
-class DialedLines(Lines):
+class ReopenedConnections:
     """Connections to one of several servers, the next of which is opened when a call needs one.
 
     Attributes:
         nursery: for the tasks that have the connections.
         openers: open a connection to each of the servers.
         retry: how to try again when none could be reached; None: not at all.
-        closed: whether the client was closed: none is opened any more.
+        current: the one that calls use, if it is usable.
+        closed: whether the client was closed. Then no connection is opened any more.
+        held: those that are open.
     """
 
     nursery: trio.Nursery
     openers: Sequence[Callable[[], Awaitable[Connection]]]
     retry: Backoff | None
-    current: Line | None = None
+    current: ClientConnection | None = None
     closed: bool = False
-    held: list[Line] = attrs.field(factory=list)
+    held: list[ClientConnection] = attrs.field(factory=list)
     _first: int = 0
-    _dial: _Dial | None = None
+    _opening: _Opening | None = None
 
-    async def next(self) -> Line:
+    async def next(self) -> ClientConnection:
+        """Returns a usable connection.
+
+        Raises:
+            CallLost: there is none.
+            trio.ClosedResourceError: the client was closed.
+        """
         while self.current is None or not self.current.usable:
             if self.closed:
                 await trio.lowlevel.checkpoint()
                 raise trio.ClosedResourceError("this client was closed")
-            if self._dial is None:
-                self._dial = _Dial()
-                self.nursery.start_soon(self._hold, self._dial)
-            dial = self._dial
-            await dial.done.wait()
-            if dial.failure is not None:
-                raise CallLost(f"there is no connection: {dial.failure}", may_have_run=False) from dial.failure
+            if self._opening is None:
+                self._opening = _Opening()
+                self.nursery.start_soon(self._keep_open, self._opening)
+            opening = self._opening
+            await opening.done.wait()
+            if opening.failure is not None:
+                raise CallLost(f"there is no connection: {opening.failure}", may_have_run=False) from opening.failure
         return self.current
 
-    async def replace(self, line: Line, error: CallLost, tries: int) -> bool:
+    async def replace(self, used: ClientConnection, error: CallLost, tries: int) -> bool:
+        """A call was lost, for the first time if ``tries`` is 1. Returns True if it can be made again."""
         if not error.may_have_run:
-            line.retire()
+            used.retire()
         if self.retry is None and tries > len(self.openers):
             return False
         await trio.sleep(0 if tries == 1 else min(0.01 * 2 ** min(tries, 10), 1))
         return True
 
-    async def _hold(self, dial: _Dial) -> None:
+    async def _keep_open(self, opening: _Opening) -> None:
         """Opens a connection, and closes it when it has ended and no call uses it."""
         try:
-            connection = await (self._round() if self.retry is None else self.retry._run(self._round))
-            self.current = line = Line(connection)
+            connection = await (self._try_each() if self.retry is None else self.retry._run(self._try_each))
+            self.current = used = ClientConnection(connection)
         except Exception as error:
-            dial.failure = error
+            opening.failure = error
             return
         finally:
-            self._dial = None
-            dial.done.set()
-        self.held.append(line)
+            self._opening = None
+            opening.done.set()
+        self.held.append(used)
         try:
-            await line.wait_unused()
+            await used.wait_unused()
             await close(connection)
         finally:
             connection.abort()
-            self.held.remove(line)
+            self.held.remove(used)
 
-    async def _round(self) -> Connection:
+    async def _try_each(self) -> Connection:
         """Tries each server once, beginning with the one after the last.
 
         Raises:
