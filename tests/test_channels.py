@@ -159,6 +159,29 @@ async def test_waits_end_with_the_conversation(worker: ucp.Worker) -> None:
             await nothing_is_left(client, server)
 
 
+@pytest.mark.parametrize("end", ["aclose", "peer", "connection"])
+async def test_a_wait_for_any_of_several_tags_ends_with_their_channels(worker: ucp.Worker, end: str) -> None:
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+        channels = [server.channel(tag) for tag in (3, 5)]
+        ended: list[Exception] = []
+
+        async def wait() -> None:
+            with pytest.raises((trio.ClosedResourceError, trio.EndOfChannel)) as caught:
+                await server.receive_any([3, 5])
+            ended.append(caught.value)
+
+        nursery.start_soon(wait)
+        await trio.testing.wait_all_tasks_blocked()
+        with trio.fail_after(10):
+            if end == "connection":
+                await client.aclose()
+            else:
+                for number, channel in enumerate(channels):
+                    assert not ended
+                    await (channel if end == "aclose" else client.channel((3, 5)[number])).aclose()
+            await until(lambda: ended)
+
+
 async def test_many_at_once(worker: ucp.Worker) -> None:
     """Both sides open conversations, with the same numbers; each reply goes to its request."""
     async with open_pair(worker) as pair, trio.open_nursery() as nursery:

@@ -185,6 +185,7 @@ class OpenChannels:
         self._end_sends(channel, error)
         self._sending.add_frame(wire.Leave(channel.queue.written, by_force))
         channel.queue.drop_all(error)  # after LEAVE: it gives credit back, which the peer must not spend here
+        self._end(channel.queue)
         self._free_if_over(channel)
 
     def peer_left(self, number: int, *, by_force: bool) -> None:
