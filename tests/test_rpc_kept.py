@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -115,6 +116,8 @@ async def test_what_was_kept_is_bounded_on_both_sides() -> None:
         for number in range(300):  # each client keeps one that nobody uses again
             assert await rpc.Client(connection).call("echo", data=number) == number
         await until(lambda: conversations(there) <= wire.MOST_KEPT)
+        gc.collect()
+        assert sum(isinstance(each, trio_ucx.Channel) for each in gc.get_objects()) <= 2 * wire.MOST_KEPT + 20
 
 
 async def test_a_server_that_leaves_what_was_kept_has_not_run_the_next_call() -> None:

@@ -214,9 +214,7 @@ class _Serving:
         """
         self.check(talk)
         if len(self.kept) >= MOST_KEPT:
-            oldest = next(iter(self.kept))
-            del self.kept[oldest]
-            oldest._close()
+            self.close_oldest()
         self.kept[talk] = None
         self.not_busy()
         try:
@@ -226,6 +224,12 @@ class _Serving:
             self.kept.pop(talk, None)
         self.check(talk)
         return data
+
+    def close_oldest(self) -> None:
+        """Closes the conversation that has been idle longest. (A task that kept a reference would keep many more.)"""
+        oldest = next(iter(self.kept))
+        del self.kept[oldest]
+        oldest._close()
 
     def check(self, talk: Channel) -> None:
         """Raises an error if the server drains, or has closed a conversation: then the client makes the call again."""
