@@ -40,8 +40,8 @@ class Demonstration(rpc.Service):
         return rpc.Reply(buffers=[os.urandom(size)])
 
     @rpc.method
-    async def echo(self, call: rpc.Call, data: Any = None) -> rpc.Reply:
-        return rpc.Reply(data, call.buffers)
+    async def echo(self, call: rpc.Call, data: Any = None) -> Any:
+        return rpc.Reply(data, call.buffers) if call.buffers else data
 
 
 async def serve(address: tuple[str, int]) -> None:
