@@ -334,3 +334,37 @@ async def test_a_drain_refuses_calls_that_wait_for_a_limit() -> None:
                     nursery.start_soon(calls, client)
                 await trio.sleep(0.05)
                 assert await server.drain(timeout=20) == 0
+
+
+async def test_a_drain_does_not_run_calls_that_have_waited_for_a_limit() -> None:
+    begun = lost = 0
+    release = trio.Event()
+
+    class Waits(rpc.Service):
+        @rpc.method
+        async def wait(self, call: rpc.Call) -> None:
+            nonlocal begun
+            begun += 1
+            await release.wait()
+
+    with trio.fail_after(30):
+        async with serving(Waits(), limit=1) as server, trio_ucx.connect(server.address) as connection:
+            client = rpc.Client(connection)
+
+            async def call() -> None:
+                nonlocal lost
+                try:
+                    await client.call("wait")
+                except rpc.CallLost as error:
+                    assert not error.may_have_run
+                    lost += 1
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(10):
+                    nursery.start_soon(call)
+                await until(lambda: begun == 1)
+                await until(lambda: conversations(server.connections[0]) == 10)
+                nursery.start_soon(server.drain)
+                await trio.testing.wait_all_tasks_blocked()
+                release.set()
+            assert begun == 1 and lost == 9

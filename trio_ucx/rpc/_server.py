@@ -164,6 +164,9 @@ class _Serving:
         async with trio.open_nursery() as nursery:
             with suppress(trio.ClosedResourceError):  # a handler has closed the connection
                 async for talk in self.connection.conversations():
+                    if self.connection.draining:
+                        talk._close()  # the client makes the call again, elsewhere
+                        continue
                     self.busy += 1
                     nursery.start_soon(self.converse, talk, name=f"rpc {self.connection!r}")
                     while self.busy >= self.limit:
