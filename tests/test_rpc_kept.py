@@ -368,3 +368,20 @@ async def test_a_drain_does_not_run_calls_that_have_waited_for_a_limit() -> None
                 await trio.testing.wait_all_tasks_blocked()
                 release.set()
             assert begun == 1 and lost == 9
+
+
+async def test_a_stream_that_was_refused_has_not_run() -> None:
+    echo = Echo()
+    with trio.fail_after(30):
+        async with serving(echo) as server, trio_ucx.connect(server.address) as connection:
+            client = rpc.Client(connection)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(client.call, "wait")
+                await until(lambda: echo.running == 1)
+                nursery.start_soon(server.drain)
+                await trio.testing.wait_all_tasks_blocked()
+                async with client.stream("wait") as stream:
+                    with pytest.raises(rpc.CallLost, match="has not run") as caught:
+                        await stream.result()
+                assert not caught.value.may_have_run and echo.running == 1
+                echo.release.set()

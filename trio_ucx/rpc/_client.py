@@ -57,7 +57,7 @@ class _Request:
     def lost(self, error: Exception, *, may_have_run: bool) -> CallLost:
         ended = isinstance(error, trio.EndOfChannel)
         why = "the server shuts down, or has closed the connection, and has not run the call" if ended else error
-        lost = CallLost(f"{self.method}: {why}", may_have_run=may_have_run or self.may_have_run)
+        lost = CallLost(f"{self.method}: {why}", may_have_run=may_have_run)
         lost.__cause__ = error
         return lost
 
