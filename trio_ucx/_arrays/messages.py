@@ -239,7 +239,7 @@ class FreshTarget:
         return None
 
 
-class ReceivedBuffers(list[memoryview]):
+class ReceivedBuffers(tuple[memoryview, ...]):
     """The bytes of each array at the end of a message, from ``start`` on, as writable memory.
 
     Nobody may have another reference to that part of the message.
@@ -249,13 +249,18 @@ class ReceivedBuffers(list[memoryview]):
         ImportError: see :func:`header.decode`.
     """
 
-    def __init__(self, message: bytes, start: int) -> None:
-        self._memory = memory = memoryview(ffi.buffer(ffi.from_buffer("char[]", message)))[start:]
-        self._layout = layout = _layout_of(memory)
+    _memory: memoryview
+    _layout: ArraysLayout
+
+    def __new__(cls, message: bytes, start: int) -> ReceivedBuffers:
+        memory = memoryview(ffi.buffer(ffi.from_buffer("char[]", message)))[start:]
+        layout = _layout_of(memory)
         if layout.single or layout.names is not None:
             raise BadHeader("no list of arrays")
-        places = zip(layout.offsets, layout.sizes, strict=True)
-        super().__init__(memory[offset : offset + size] for offset, size in places)
+        offsets = zip(layout.offsets, layout.sizes, strict=True)
+        self = super().__new__(cls, (memory[offset : offset + size] for offset, size in offsets))
+        self._memory, self._layout = memory, layout
+        return self
 
     def arrays(self) -> list[Any]:
         """Returns them as numpy's arrays, which are views.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from typing import Any
 
@@ -51,7 +51,7 @@ class Call(metaclass=OpenedNotConstructed):
     """
 
     method: str
-    buffers: list[memoryview]
+    buffers: Sequence[memoryview]
     metadata: dict[str, str]
     connection: Connection
     _talk: Channel
@@ -276,7 +276,7 @@ class _Serving:
             return failure(codec, wire.BAD_ARGUMENTS, bounded(f"{name}: {error}"))
         deadline = math.inf if left is None else begun_at + left
         call = Call._create(
-            name, buffers or [], metadata or {}, self.connection, talk, codec, deadline, kind == wire.STREAM
+            name, buffers or (), metadata or {}, self.connection, talk, codec, deadline, kind == wire.STREAM
         )
         if left is None:
             return await self.run_handler(found, call, codec, arguments)
