@@ -73,7 +73,7 @@ def sections(page: str) -> list[str]:
 
 
 DOCUMENTS = [
-    *("README.md", "benchmarks/README.md", "examples/README.md"),
+    *("README.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md"),
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 ]
 
