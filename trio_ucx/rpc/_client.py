@@ -90,27 +90,12 @@ class Client:
         errors: Iterable[type[Exception]] = (),
         hook: Hook | None = None,
     ) -> None:
-        if not isinstance(connection, Connection):
+        connections: object = connection  # of ``connect``: ReopenedConnections
+        if not isinstance(connections, (Connection, ReopenedConnections)):
             raise TypeError(f"a trio_ucx.Connection is needed, not {type(connection).__name__}")
-        self._set_up(GivenConnection(connection), limit, service, errors, hook)
-
-    @classmethod
-    def _over(cls, connections: ReopenedConnections, *options: Any) -> Client:
-        client = cls.__new__(cls)
-        client._set_up(connections, *options)
-        return client
-
-    def _set_up(
-        self,
-        connections: GivenConnection | ReopenedConnections,
-        limit: int,
-        service: type[Service] | None,
-        errors: Iterable[type[Exception]],
-        hook: Hook | None,
-    ) -> None:
         declared = {} if service is None else declarations(service)
         classes = [*check_errors(errors), *(kind for each in declared.values() for kind in each.raises)]
-        self._connections = connections
+        self._connections = GivenConnection(connections) if isinstance(connections, Connection) else connections
         self._slots = trio.Semaphore(check_integer(limit, "limit", 1, 2**31))
         self._errors = {f"__main__.{each.__qualname__}": each for each in classes}  # of a server that is a script
         self._errors |= {type_name(each): each for each in classes}

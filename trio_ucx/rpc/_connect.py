@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Unpack
+from typing import Any, Unpack
 
 import trio
 
@@ -67,7 +67,8 @@ async def connect(
     async with trio.open_nursery() as nursery:
         connections = ReopenedConnections(nursery, openers, retry)
         try:
-            client = Client._over(connections, limit, service, errors, hook)
+            given: Any = connections
+            client = Client(given, limit=limit, service=service, errors=errors, hook=hook)
             await connections.next()
             try:
                 yield client
