@@ -188,6 +188,8 @@ class Pool:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._take_answers, post)
                 await self._give_tasks(post)
+        except* trio_ucx.PeerClosed:
+            pass  # it closes gracefully: a send may learn that before the receive does
         except* (trio.BrokenResourceError, trio_ucx.UCXError, PoolError):
             died = True
         except* trio.EndOfChannel:
