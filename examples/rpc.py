@@ -4,7 +4,7 @@
     python examples/rpc.py serve [--listen HOST:PORT]                 prints the address that it listens at
     python examples/rpc.py call HOST:PORT METHOD ['{"name": value}']  prints the result
 
-docs/rpc.md says what else there is: streams, deadlines, retries, several servers.
+rpc.md says what else there is: streams, deadlines, retries, several servers.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     option = config.option
     how = "all cases" if option.full else "the rest" if option.rest else "a sample of all cases"
-    return f"{how}, part {option.part} (docs/testing.md); random choices: --seed {option.seed}"
+    return f"{how}, part {option.part} (testing.md); random choices: --seed {option.seed}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

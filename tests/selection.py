@@ -1,4 +1,4 @@
-"""Selects the cases that run: the tiers of docs/testing.md.
+"""Selects the cases that run: the tiers of testing.md.
 
 * By default: one transport of each case that can run over both, and samples of tests that have many cases.
 * ``--rest MINUTES``: what the default leaves out, in random order, as much as can begin in that time.

@@ -773,7 +773,7 @@ async def main(rounds, chance):
                     for _ in range(chance.randrange(30)):
                         await trio.lowlevel.checkpoint()
                     end.abort()
-            # Without this wait, UCX 1.22 may hang: docs/ucx-reports.md, "Partial data survives a reconnect".
+            # Without this wait, UCX 1.22 may hang: ucx-reports.md, "Partial data survives a reconnect".
             with trio.fail_after(15):
                 while sockets() > before:
                     await trio.sleep(0.001)
@@ -881,7 +881,7 @@ trio.run(main, sys.argv[1], random.Random(int(sys.argv[2])))
 
 
 def test_endpoint_is_closed_while_its_flush_resumes(transports: str, chance: random.Random) -> None:
-    """UCX would use the closed endpoint in its next progress: docs/ucx-reports.md, ``resumed_flush.c``. It may be asked
+    """UCX would use the closed endpoint in its next progress: ucx-reports.md, ``resumed_flush.c``. It may be asked
     to close it after any call of progress, so the program makes single calls.
     """
     seed = chance.randrange(2**32)

@@ -1,52 +1,81 @@
-"""The programs in the documentation run, and print what they say."""
+"""The code in the documents runs, and prints what they say."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from documents import DOCUMENTS, ROOT, Block, blocks, matches, sections
 
 from trio_ucx.ucp._engine import arming
 from trio_ucx.ucp._engine.arming import ArmingState, Event
 
-ROOT = Path(__file__).parent.parent
+#: Where the site is, and the repository, to which README.md has whole addresses: PyPI shows it without the other files.
+SITE = "https://trio-ucx.readthedocs.io/en/latest/"
+REPOSITORY = "https://github.com/trio-ucx/trio_ucx/"
 
-PRINTED = {
-    "README.md": ["b'reward'"],
-    "docs/arrays.md": [
-        r"float32 \(2, 3\)",
-        r"\['step', 'weights'\] 7",
-        r"\[0 1 2\]",
-        r"the message is an array .*dtype <f8, shape \(5,\).*received into an array \(dtype <i8, shape \(3,\)\).*",
-        "5",
-    ],
-    "docs/blocks.md": ["1 2"],
-    "docs/chains.md": [r"0 b'seven' b'a row'"],
-    "docs/rpc.md": ["1", "not there: 'b'", r"\[0, 1, 2\]"],
-    "docs/ucp.md": ["b'header' b'data' True", "24", r"\d+", "b'written from afar'"],
-}
+PROGRAMS = [block for document in DOCUMENTS for block in blocks(document) if block.is_program and not block.not_run]
+#: Started by launchers of groups: tests/mesh/test_examples.py.
+RANKS = {"docs/reference/mesh.md"}
 
 
-def programs(document: str) -> list[str]:
-    """Its Python blocks that are whole programs."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
-    return [block for block in blocks if "trio.run(" in block]
+@pytest.mark.parametrize(
+    "block", [block for block in PROGRAMS if block.document not in RANKS], ids=lambda block: block.where
+)
+def test_program(block: Block, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", block.text]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert matches(block.output, done.stdout), f"{block.where} prints:\n{done.stdout}"
 
 
-@pytest.mark.parametrize("document", PRINTED)
-def test_program_of_the_documentation(document: str, tmp_path: Path) -> None:
-    lines = []
-    for program in programs(document):
-        command = [sys.executable, "-W", "error", "-c", program]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
-        assert done.returncode == 0, done.stderr
-        lines += done.stdout.splitlines()
-    assert len(lines) == len(PRINTED[document]), lines
-    for line, expected in zip(lines, PRINTED[document], strict=True):
-        assert re.fullmatch(expected.replace("(", r"\(") if "b'" in expected else expected, line), line
+SESSIONS = [
+    document
+    for document in DOCUMENTS
+    if any(block.file or (block.language == "console" and not block.not_run) for block in blocks(document))
+]
+
+
+@pytest.mark.parametrize("document", SESSIONS)
+def test_session(document: str, tmp_path: Path) -> None:
+    """Writes the files that the reader is told to write, and types what he is told to type."""
+    script, expected = [], []
+    for block in blocks(document):
+        if block.file:
+            (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
+            script.append(f"cat > {block.file} <<'END_OF_{block.file}'\n{block.text}END_OF_{block.file}")
+        elif block.language == "console" and not block.not_run:
+            for command in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+                typed = re.match(r"(?:.*\\\n)*.*\n", command)
+                assert typed is not None
+                script.append(f"echo '@@@ {len(expected)}'; {typed[0].rstrip()}")
+                expected.append((typed[0], command[typed.end() :]))
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        ["bash", "-c", "\n".join(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=90)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    results = re.split(r"^@@@ \d+\n", printed, flags=re.MULTILINE)[1:]
+    assert len(results) == len(expected), printed
+    for (typed_line, output), result in zip(expected, results, strict=True):
+        assert matches(output, result), f"{document}: $ {typed_line}prints:\n{result}\nin all:\n{printed}"
 
 
 def arming_tables(lines: list[list[str]]) -> dict[str, list[str]]:
@@ -57,7 +86,7 @@ def arming_tables(lines: list[list[str]]) -> dict[str, list[str]]:
 
 
 def test_design_has_the_tables_of_arming() -> None:
-    page = (ROOT / "docs/design.md").read_text()
+    page = (ROOT / "docs/explanation/design.md").read_text()
     shown = arming_tables(
         [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
     )
@@ -66,26 +95,25 @@ def test_design_has_the_tables_of_arming() -> None:
     assert shown == documented
 
 
-def sections(page: str) -> list[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
-    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
-
-
-DOCUMENTS = [
-    *("README.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md"),
-    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
-]
-
-
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
-        if target.startswith("https://"):
-            continue
         file, _, section = target.partition("#")
-        found = (path.parent / file).resolve() if file else path
+        if file.startswith(SITE):
+            found = ROOT / "docs" / f"{file.removeprefix(SITE).removesuffix('.html') or 'index'}.md"
+        elif file.startswith(REPOSITORY):
+            found = ROOT / re.sub(r"^(blob|tree)/main/", "", file.removeprefix(REPOSITORY))
+        elif file.startswith("https://"):
+            continue
+        else:
+            found = (path.parent / file).resolve() if file else path
         assert found.exists(), target
         if section:
             assert section in sections(found.read_text()), target
+
+
+def test_the_documents_are_short() -> None:
+    """Whoever adds a page moves or shortens another one."""
+    words = sum(len((ROOT / document).read_text().split()) for document in DOCUMENTS)
+    assert words < 63_500, words

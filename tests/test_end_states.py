@@ -1,4 +1,4 @@
-"""What a side finds out about the end of a connection: each fault, and each question. docs/guide.md has the table."""
+"""What a side finds out about the end of a connection: each fault, and each question. closing.md has the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trio_ucx import ucp
 from trio_ucx._rules.life import Loss
 from trio_ucx.testing import internals
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
+PAGE = Path(__file__).parents[1] / "docs/reference/closing.md"
 #: The columns. A message of tag 5 had arrived before the fault.
 QUESTIONS = ["closed", "peer_state", "wait_closed()", "send", "receive", "reason"]
 
@@ -144,8 +144,8 @@ async def answers(connection: trio_ucx.Connection, has_message: bool) -> list[st
 
 
 def documented() -> dict[str, list[str]]:
-    """The table of the guide."""
-    lines = GUIDE.read_text().splitlines()
+    """The table of that page."""
+    lines = PAGE.read_text().splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("| what has happened | `closed` |"))
     rows = {}
     for line in lines[start + 2 :]:

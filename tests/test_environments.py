@@ -12,8 +12,8 @@ from pathlib import Path
 
 import environments
 import pytest
+from documents import programs
 from environments import ENVIRONMENTS, RESTRICT, ROOT, Environment
-from test_docs import programs
 
 PROGRAMS = Path(__file__).parent / "unprivileged_programs.py"
 PYTHON = [sys.executable, "-W", "error"]

@@ -1,6 +1,6 @@
 """The key gate: who reaches UCX's TCP ports (data ports), and to whom UCX talks.
 
-UCX trusts peers that speak its protocol (docs/guide.md, Trust); these are not tested here.
+UCX trusts peers that speak its protocol (security.md); these are not tested here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from trio_ucx.ucp._quirks import key_gate
 from trio_ucx.ucp._quirks.key_gate import KeyGate
 
 UCX_MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
-#: A connection request with the number 2**64 - 1: it ends a process whose UCX reads it (docs/ucx-reports/data_port.c).
+#: A connection request with the number 2**64 - 1: it ends a process whose UCX reads it (ucx-reports/data_port.c).
 FATAL = UCX_MAGIC + struct.pack("<BIIBQHH12x", 32, 29, 1, 0, 2**64 - 1, socket.AF_INET, 9)
 LISTENS = "0A"
 TCP = {"TLS": "tcp"}

@@ -280,7 +280,7 @@ async def test_killed_peer(worker: ucp.Worker, transports: str) -> None:
             with Stopwatch(PROMPT), trio.fail_after(10):
                 await connection.wait_buffers_released()
             assert_free(outgoing, incoming)
-        else:  # a receive may keep its buffer until the worker closes: docs/reliability.md
+        else:  # a receive may keep its buffer until the worker closes: reliability.md
             await nothing_happens()
             assert_free(outgoing)
 

@@ -70,7 +70,7 @@ async def messages_of_2_kb(client: Client) -> None:
     await one_message_each(client, 2000)
 
 
-#: What each may cost, in bytes: the windows of its connections, and the fixed amounts that docs/guide.md names.
+#: What each may cost, in bytes: the windows of its connections, and the fixed amounts that security.md names.
 FLOODS: dict[Callable[[Client], Awaitable[None]], int] = {
     one_message_each: CONNECTIONS * (WINDOW + MIB),
     messages_of_a_few_bytes: CONNECTIONS * (WINDOW + MIB),

@@ -298,7 +298,7 @@ async def test_raw_endpoints_both_ways(hosts: Hosts, mode: str, by_ucx: bool) ->
 @pytest.mark.parametrize("by_ucx", [False, True], ids=["by_messages", "by_ucx"])
 async def test_raw_endpoint_of_one_side(hosts: Hosts, by: str, by_ucx: bool) -> None:
     """The other side answers gets, large messages and atomics by an endpoint that UCX makes, or by the accepted one. By
-    socket address, that needs an option (docs/reliability.md).
+    socket address, that needs an option (reliability.md).
     """
     async with open_sides(hosts, ASLEEP, **({"UCX_CM_USE_ALL_DEVICES": "n"} if by == "socket" else {})) as (one, two):
         _, theirs = await one.hear(), await two.hear()

@@ -29,7 +29,7 @@ MB = 2**20
 THEIRS, OURS = 48 * MB, 8 * MB
 #: How many peers run, and are killed, at once.
 PEERS = 4
-#: The layout of requests and answers (docs/wire.md).
+#: The layout of requests and answers (wire.md).
 REQUEST = struct.Struct("<BB6xQQQ16s")
 ANSWER = struct.Struct("<BB6xQ")
 GET, PUT, ATOMIC, GET_LIST, PUT_LIST = 1, 2, 4, 5, 6
@@ -92,7 +92,7 @@ async def test_owner_survives_killed_peers(
 
     Over shared memory an owner is sometimes left whose queue stopped, because a peer was killed while it wrote there.
     Connections to it break (tests/test_receive_queue.py), and a new one uses another of the owner's workers. A raw
-    endpoint by worker address gets no error (docs/ucp.md): then the test goes on with another owner.
+    endpoint by worker address gets no error (ucp.md): then the test goes on with another owner.
     """
     crowds = rounds(2, 50)
     owners = 0

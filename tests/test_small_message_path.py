@@ -1,4 +1,4 @@
-"""The path of a small message through the library, in functions: docs/design.md draws it."""
+"""The path of a small message through the library, in functions: design.md draws it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``docs/ucp-functions.md`` is complete, and true: against the headers of UCX, and against our C sources."""
+"""``docs/reference/ucp-functions.md`` is complete, and true: against the headers of UCX, and against our C sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from trio_ucx import _native
 
 ROOT = Path(__file__).parent.parent
-TABLE = ROOT / "docs" / "ucp-functions.md"
+TABLE = ROOT / "docs/reference/ucp-functions.md"
 SOURCES = Path(_native.__file__).parent
 
 #: A declaration or inline definition, once the preprocessor has done its work: its name and what follows the type.

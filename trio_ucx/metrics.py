@@ -12,7 +12,7 @@ Needs prometheus_client, which ``pip install 'trio_ucx[metrics]'`` installs. The
 another worker (``isolate=True``), whose Connections count with it. The series of a server or worker end with it.
 
 All metrics can be read in any thread, also while Trio's loop is blocked. Nothing is counted for them: they are what
-:meth:`Server.statistics` and :meth:`ucp.Worker.statistics` return. docs/guide.md lists them.
+:meth:`Server.statistics` and :meth:`ucp.Worker.statistics` return. metrics.md lists them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/ucx-reports.md: its programs compile, it names those that are there, and the quick ones show their fault.
+"""ucx-reports.md: its programs compile, it names those that are there, and the quick ones show their fault.
 
 A test that fails here after an update of UCX may be good news: UCX has mended the fault.
 """
@@ -19,8 +19,8 @@ import pytest
 from trio_ucx import ucp
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs" / "ucx-reports.md"
-PROGRAMS = sorted((ROOT / "docs" / "ucx-reports").glob("*.c"))
+PAGE = ROOT / "docs/explanation/ucx-reports.md"
+PROGRAMS = sorted((ROOT / "docs/explanation/ucx-reports").glob("*.c"))
 
 
 @dataclass

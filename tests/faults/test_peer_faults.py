@@ -3,7 +3,7 @@
 The cases are a table: what both sides do (``peer_loads.py``), the fault, the transports, and how the two have met. The
 fault comes at a random moment; ``--seed`` repeats a run, up to the machine's own timing. Besides, another peer of the
 same worker answers pings. ``pytest --full -n 0 tests/faults/test_peer_faults.py`` runs all cases, those in which the
-peer ends three times, and prints the figures of ``docs/reliability.md``.
+peer ends three times, and prints the figures of ``reliability.md``.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from .peer_loads import (
 
 #: How the two meet: the test connects, the test accepts, or both open raw endpoints by worker address.
 OPENINGS = ["connect", "accept", "address"]
-#: Seconds within which every waiting task is told: docs/guide.md, "Asking UCX".
+#: Seconds within which every waiting task is told: networks.md.
 TOLD = 1.0
-#: The same, when the kill has stopped a queue in shared memory: docs/guide.md, "What UCX cannot do".
+#: The same, when the kill has stopped a queue in shared memory: ucx-limits.md.
 TOLD_OF_QUEUE = 3.0
 #: What pings take at most. The documents have no figure: as soon as a lost peer is noticed.
 PING = 1.0
@@ -59,7 +59,7 @@ PING = 1.0
 STOPPED = 5.0
 #: Seconds that the graceful close to a stopped peer may take.
 CLOSE_TIMEOUT = 1.0
-#: Seconds that closing a worker may take: docs/design.md, "Of a worker", has 2. (A raw endpoint whose close was
+#: Seconds that closing a worker may take: design.md, "Of a worker", has 2. (A raw endpoint whose close was
 #: cancelled adds its 10.)
 CLOSED = 4.0
 NS = 1_000_000_000
@@ -323,7 +323,7 @@ class Trial:
         if connection is not None:
             endpoint = connection.endpoint
         else:
-            self.worker.tag_probe(0)  # or it would drop raw messages: docs/guide.md, "Raw tag messages"
+            self.worker.tag_probe(0)  # or it would drop raw messages: options.md
             endpoint = await open_raw_endpoint(self.worker, self.target)
         self.ends = Ends(TEST, self.board, self.worker, endpoint, connection, None, self.queue)
         if self.descriptor:
@@ -501,7 +501,7 @@ async def open_trial(
         now, took = time.perf_counter(), time.monotonic() - ending[0]
         check_prompt(took, CLOSED + 10 * trial.closes_in_background, noise.since(now - took, now))  # closing the worker
     if len(draining.left_alone) > left_alone:
-        # docs/reliability.md, "Known limits": UCX cannot say whether the queue holds answers of the worker's.
+        # reliability.md, "Known limits": UCX cannot say whether the queue holds answers of the worker's.
         assert kind is not None and case.transports != "tcp"
         figures.left_alone += 1
     else:

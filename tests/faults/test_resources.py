@@ -78,7 +78,7 @@ def sample(cases: list[Case], few: int, rounds: Rounds, chance: random.Random) -
 # ---- descriptors ----
 
 #: With so few left, UCX loses for good what it needs for these: it chooses a protocol for the first large message, and
-#: closes the worker's TCP port when it cannot accept. docs/reliability.md, Known limits.
+#: closes the worker's TCP port when it cannot accept. reliability.md, Known limits.
 LOST_FOR_GOOD = {
     "large_message": 2,
     "first_raw_message": 4,
@@ -116,7 +116,7 @@ def test_what_ucx_loses_for_good_ends_with_its_workers(transports: str, rounds: 
 
 # ---- memory ----
 
-#: Not tried without memory for the C code: eager active messages are dropped then, as docs/ucp.md says.
+#: Not tried without memory for the C code: eager active messages are dropped then, as ucp.md says.
 LOST_WITHOUT_MEMORY = {"active_message"}
 #: UCX ends the process when it cannot start its thread.
 STARTS_THREADS = {"context", "shared_worker"}
@@ -164,7 +164,7 @@ async def test_without_memory_a_connection_opens_on_both_sides_or_on_neither(tra
 @pytest.mark.parametrize("transports", ["tcp", SHARED])
 @pytest.mark.timeout(1200)
 def test_little_address_space(transports: str, rounds: Rounds, chance: random.Random) -> None:
-    """With less than this UCX itself ends the process: docs/reliability.md, Known limits."""
+    """With less than this UCX itself ends the process: reliability.md, Known limits."""
     things = [thing for thing in THINGS if thing not in STARTS_THREADS]
     cases = [Case(thing, transports, "memory", kilobytes) for thing in things for kilobytes in (16384, 32768)]
     for case, found in attempts(sample(cases, 4, rounds, chance)):

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_docs import programs
+from documents import programs
 
 from .ranks import ranks
 
@@ -21,9 +21,9 @@ def losses(output: str) -> list[float]:
 
 @pytest.mark.parametrize(("number", "lines"), [(0, 2), (1, 0)])
 def test_program_of_the_documentation(tmp_path: Path, number: int, lines: int) -> None:
-    assert len(programs("docs/mesh.md")) == 2
+    assert len(programs("docs/reference/mesh.md")) == 2
     program = tmp_path / "program.py"
-    program.write_text(programs("docs/mesh.md")[number])
+    program.write_text(programs("docs/reference/mesh.md")[number])
     with ranks(3, tmp_path, program) as started:
         assert started.finish().count("\n") == 3 * lines
 

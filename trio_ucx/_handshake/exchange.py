@@ -19,7 +19,7 @@ server's worker has made to the client's, and the client chooses one (``ucp/_eng
 is none, it sends AGAIN instead of TAKE, and connects from another worker. If no message has come through the chosen
 pair of endpoints yet, each side sends HELLO over UCX, and waits for the other's (``handshake.py``). Otherwise the
 connection is open for the client when it has sent TAKE, and for the server when that arrives. REFUSE, with a reason, is
-allowed until the connection is open, and ABORT from TAKE on. ``docs/wire.md`` has the layout.
+allowed until the connection is open, and ABORT from TAKE on. ``wire.md`` has the layout.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ typedef struct tu_am_queue tu_am_queue_t;
 #define TU_SMALL_MESSAGE 1024  /* the longest message that is packed */
 #define TU_ARENA 65536         /* bytes of the arena, where packed messages are */
 #define TU_CONTROL_QUEUE 0x80000000 /* the tag queue of control frames */
-#define TU_BATCH_QUEUE 0x80000002 /* the tag queue of batches: several small messages sent as one (docs/wire.md) */
+#define TU_BATCH_QUEUE 0x80000002 /* the tag queue of batches: several small messages sent as one (wire.md) */
 #define TU_LONGEST_BATCH 4096
 #define TU_GROUP_HEAD 8        /* bytes before each group of a batch: queue (4), length of a message (2), number (2) */
 #define TU_LONG_QUEUE 0x80000003 /* the tag queue of announcements of long messages */

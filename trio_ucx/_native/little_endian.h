@@ -1,4 +1,4 @@
-/* Integers as they go over the wire: little-endian, whatever the host's order is (docs/wire.md).
+/* Integers as they go over the wire: little-endian, whatever the host's order is (wire.md).
  *
  * The types are structures, so that the compiler refuses one that was not converted. On a little-endian host converting
  * costs nothing.

@@ -1,4 +1,4 @@
-"""The wire format between two trio_ucx peers over UCX: tags and control frames. Pure; described in ``docs/wire.md``.
+"""The wire format between two trio_ucx peers over UCX: tags and control frames. Pure; described in ``wire.md``.
 
 A connection begins with an exchange on the control socket (``_handshake/exchange.py``), in which each side chooses the
 id under which *it* wants to be written to. From then on everything over UCX is a tag message with the tag

@@ -11,7 +11,7 @@
 
 A call is one message each way in a conversation (:meth:`trio_ucx.Connection.open_conversation`), which is kept for the
 next call. Arguments and results are msgpack with msgspec (``pip install trio_ucx[rpc]``), otherwise JSON; arrays and
-buffers go beside them without a copy. ``docs/rpc.md`` is the chapter about it.
+buffers go beside them without a copy. ``rpc.md`` is the chapter about it.
 """
 
 from .._util.handles import publish as _publish

@@ -22,7 +22,7 @@ def internals(of: Worker | Endpoint | Connection) -> Engine | EndpointCore | Lin
     It is not a public interface: any release may change it.
 
     Returns:
-        The engine of a Worker, the core of an Endpoint, the link of a Connection. See docs/design.md.
+        The engine of a Worker, the core of an Endpoint, the link of a Connection. See design.md.
 
     Raises:
         TypeError: it is none of these.

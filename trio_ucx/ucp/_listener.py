@@ -133,7 +133,7 @@ class ListenerCore:
             rejected.add(format_address(client_of(request)))
             self.reject(request)
         self.waiting.clear()
-        with suppress(OSError):  # no descriptor is left for that: docs/reliability.md, "Known limits"
+        with suppress(OSError):  # no descriptor is left for that: reliability.md, "Known limits"
             self._drop_silent_clients(rejected)
         handle, self.handle = self.handle, None
         del self.engine.receivers.listeners[self.id]

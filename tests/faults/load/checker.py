@@ -27,17 +27,17 @@ class Bounds:
     """Seconds. Where each comes from:
 
     Attributes:
-        reported: docs/guide.md, "Asking UCX": "trio_ucx notices at once that the peer's process has ended, on every
+        reported: networks.md: "trio_ucx notices at once that the peer's process has ended, on every
             transport"; ``tests/test_peer_loss_detection.py`` takes a second for "at once". An abort comes over the same
             socket.
-        queue: docs/guide.md, "Killed peers and shared memory": a stopped queue is noticed "within about two seconds".
+        queue: ucx-limits.md: a stopped queue is noticed "within about two seconds".
             It takes the place of ``reported`` when the worker counted a stopped queue.
-        cancelled: docs/guide.md, "Cancellation and timeouts": "returns promptly". The tests allow 0.1 s and
+        cancelled: cancellation.md: "returns promptly". The tests allow 0.1 s and
             the noise that they measure (``tests/timing.py``); here the noise is not measured.
         ping: the documents have no figure. It is as soon as a lost peer is noticed; the percentiles are reported.
         stall: the documents have no figure for one operation either: both sides keep sending and receiving, so each
             must end. It is what the workload gives up after, less the time that a fault may take.
-        close: docs/guide.md, "Options of a connection": ``close_timeout``, 10 seconds, and a second of margin.
+        close: options.md: ``close_timeout``, 10 seconds, and a second of margin.
         connect: the same: ``connect_timeout``, 10 seconds, and the workload's greeting.
         start: no document has a figure: what a server may take until it listens.
     """
@@ -329,7 +329,7 @@ class Checker:
         """Nanoseconds for which another process may have blocked the shared-memory queue that the operation needs.
 
         A process that is stopped while it writes to such a queue blocks all that write there until it goes on
-        (docs/reliability.md, "Known limits"). Then the operation ends, too.
+        (reliability.md, "Known limits"). Then the operation ends, too.
         """
         if len(suspect.excuses) == 1:
             return 0  # it does not depend on what arrives

@@ -12,7 +12,7 @@
  *   owner.c       the owner's side: memory that peers may use, and answers to them
  *   memory.c      registered memory and remote keys; UCX's own puts and gets
  *
- * docs/wire.md describes the messages.
+ * wire.md describes the messages.
  *
  * The table of served memory in owner.c is shared by threads, and has a lock. Ownership of memory:
  *

@@ -55,10 +55,10 @@ typedef struct tu_remote_range {
     tu_le64_t length;
 } tu_remote_range_t;
 
-_Static_assert(sizeof(tu_remote_operands_t) == 16, "docs/wire.md");
-_Static_assert(sizeof(tu_remote_range_t) == 16, "docs/wire.md");
-_Static_assert(sizeof(tu_remote_request_t) == 48, "docs/wire.md");
-_Static_assert(sizeof(tu_remote_answer_t) == 16, "docs/wire.md");
+_Static_assert(sizeof(tu_remote_operands_t) == 16, "wire.md");
+_Static_assert(sizeof(tu_remote_range_t) == 16, "wire.md");
+_Static_assert(sizeof(tu_remote_request_t) == 48, "wire.md");
+_Static_assert(sizeof(tu_remote_answer_t) == 16, "wire.md");
 
 typedef enum tu_transfer_state {
     TU_TRANSFER_WAITING,

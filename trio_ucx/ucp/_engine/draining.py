@@ -136,7 +136,7 @@ def _postpone(engine: Engine, handle: Any, held: list[Callable[[], bool]]) -> No
 
     The workers of a context share the registrations of memory. When an endpoint is closed, UCX ends its large
     transfers only after everybody else has ended theirs of the same buffer; then it takes the worker's memory, and
-    crashes if the worker was destroyed (docs/ucx-reports.md: "A closed endpoint's send ends after its worker").
+    crashes if the worker was destroyed (ucx-reports.md: "A closed endpoint's send ends after its worker").
     """
 
     def destroy_if_possible() -> bool:

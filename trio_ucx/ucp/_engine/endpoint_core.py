@@ -387,7 +387,7 @@ class EndpointCore(Scope):
         """Closes UCX's endpoint when everything is written, or after WRITING_TIME.
 
         If UCX 1.22 still has something to write when the peer closes its end, UCX may use an endpoint that it has freed
-        (docs/ucx-reports.md: "TCP: both sides close by force"). If UCX is kept from writing, it keeps the socket until
+        (ucx-reports.md: "TCP: both sides close by force"). If UCX is kept from writing, it keeps the socket until
         the peer has closed its end, which the peer cannot do if it is kept from writing, too.
         """
         self._lingering = handle

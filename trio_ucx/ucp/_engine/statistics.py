@@ -55,7 +55,7 @@ class WorkerStatistics:
         poll_limit: how long the next one may take, in seconds: 0 while polling does not pay.
         background_closes: closes that go on after their task was cancelled.
         stopped_queues: times that the worker's queue in shared memory stopped, because a local peer was killed while it
-            wrote to it (docs/guide.md). Queues of the workers that took over its new Connections are counted, too.
+            wrote to it (ucx-limits.md). Queues of the workers that took over its new Connections are counted, too.
         strangers: connections to its TCP ports that were closed, because they showed no key.
         connections: the Connections of both sides, clients and servers, on this worker and on those that were opened
             for it: for ``isolate=True``, say.

@@ -1,6 +1,6 @@
 """What trio_ucx does only because UCX has a fault, or hides something: one module for each.
 
-Each module's docstring says why it is needed, with the report (docs/ucx-reports.md); which releases of UCX need it; how
+Each module's docstring says why it is needed, with the report (ucx-reports.md); which releases of UCX need it; how
 one notices that it is not needed any more; and its test. Options, layouts and constants that are private to UCX stand
 here.
 

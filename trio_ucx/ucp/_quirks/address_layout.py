@@ -28,7 +28,7 @@ The address of a worker in unified mode (``UCX_UNIFIED_MODE=y``) has another lay
 refused because its fields make no sense in this layout.
 
 The structure is checked, and the contents only where trio_ucx reads them. A damaged address crashes UCX
-("A damaged worker address", docs/ucx-reports.md).
+("A damaged worker address", ucx-reports.md).
 
 Releases: all, 1.13 to 1.22. Not needed any more when UCX tells the transports and devices of an address
 (``ucp_worker_address_query`` tells its uid only). Test: ``tests/test_address_layout.py``.

@@ -4,7 +4,7 @@ UCX ends the process when it cannot start its thread, for want of descriptors or
 context or a worker. Without descriptors it also leaves out transports that it cannot open, and its TCP transport stops
 listening when an ``accept`` fails.
 
-Reports: "Few descriptors left" (two), in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not needed any more when
+Reports: "Few descriptors left" (two), in ucx-reports.md. Releases: all, 1.13 to 1.22. Not needed any more when
 ``few_descriptors.c`` and ``am_handlers.c`` there end with an error. Test: ``tests/test_descriptors.py``.
 """
 

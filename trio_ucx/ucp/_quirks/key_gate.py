@@ -13,8 +13,8 @@ answers with the other key of the pair; ``_native/key_gate.c`` says how. This mo
 Nobody else reaches the data ports, and UCX connects to nobody else over TCP. Raw listeners have ports of their own,
 which the gate does not guard. None of this needs a privilege.
 
-Report: "A stranger at TCP's data port", in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not needed any more when
-UCX authenticates its TCP connections (``docs/ucx-reports/data_port.c`` then has no effect). A worker gets no
+Report: "A stranger at TCP's data port", in ucx-reports.md. Releases: all, 1.13 to 1.22. Not needed any more when
+UCX authenticates its TCP connections (``ucx-reports/data_port.c`` then has no effect). A worker gets no
 Connections if UCX listens at a port that ``key_gate.c`` has not seen, if a function of the C library could not be
 replaced in libucs, or if its worker address has an unknown layout. Tests: ``tests/test_key_gate.py``,
 ``tests/test_protected_mode.py``.

@@ -2,7 +2,7 @@
 
 Lines of our own C code, without the number of a source line, go to the logger ``trio_ucx``.
 
-Reports: "UCX logs to stdout" and "libucm writes to stdout", in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not
+Reports: "UCX logs to stdout" and "libucm writes to stdout", in ucx-reports.md. Releases: all, 1.13 to 1.22. Not
 needed any more when ``log_stdout.c`` there writes nothing to stdout; the Python logger would still be of use. Private
 to UCX are the names of the source files in :data:`HARMLESS`: a line that does not match is logged as UCX says. Test:
 ``tests/test_ucx_log.py``.

@@ -5,7 +5,7 @@ Network devices that do not exist are refused, too: UCX only warns of them in it
 UCX accepts most of these values without an error, and then crashes, hangs, or loses messages. Both tables apply to what
 the user chose with ``config=`` and with the environment.
 
-Report: the last section of docs/ucx-reports.md; each entry says what UCX does. Releases: all, 1.13 to 1.22, unless the
+Report: the last section of ucx-reports.md; each entry says what UCX does. Releases: all, 1.13 to 1.22, unless the
 entry names others. An entry is not needed any more when UCX refuses the value, or works with it:
 ``tests/faults/test_sizes.py`` tries some. Tests: ``tests/test_option_limits.py``.
 """

@@ -24,7 +24,7 @@ When a queue has stopped, every endpoint over shared memory fails, and the worke
 (``WorkerConnections.for_new_connection``); a handshake that is under way begins again with another worker. Endpoints
 over other transports go on.
 
-Report: "Shared memory: a killed writer stops the queue", in docs/ucx-reports.md. Releases: all, 1.13 to 1.22. Not
+Report: "Shared memory: a killed writer stops the queue", in ucx-reports.md. Releases: all, 1.13 to 1.22. Not
 needed any more when ``killed_writer.c`` there shows that messages still arrive. Test: ``tests/test_receive_queue.py``.
 """
 

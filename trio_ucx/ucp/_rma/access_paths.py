@@ -11,7 +11,7 @@ therefore avoid them:
   the CPU's instructions (``rma/mapped.c``).
 * Other memory of a process on this machine is read by the kernel, if that lets us (``rma/direct.c``).
 * Otherwise trio_ucx's own active messages ask the owner (``rma/requester.c``; ``rma/owner.c`` at the owner), if both
-  contexts have ``Feature.AM`` and the memory's descriptor has a token. The owner checks each request. docs/wire.md
+  contexts have ``Feature.AM`` and the memory's descriptor has a token. The owner checks each request. wire.md
   describes these messages.
 * UCX's puts and gets do the rest: for peers without trio_ucx, contexts without ``Feature.AM``, descriptors without a
   token, and device memory; also with RDMA hardware, which is faster than messages.

@@ -131,7 +131,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def get(self, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """Reads from the peer's memory: by load, by a message to its owner, or by ``ucp_get_nbx`` (docs/ucp.md).
+        """Reads from the peer's memory: by load, by a message to its owner, or by ``ucp_get_nbx`` (ucp.md).
 
         Args:
             offset: where to begin.
@@ -177,7 +177,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def put(self, data: Contiguous, offset: int = 0) -> None:
-        """Writes into the peer's memory: by store, by a message to its owner, or by ``ucp_put_nbx`` (docs/ucp.md).
+        """Writes into the peer's memory: by store, by a message to its owner, or by ``ucp_put_nbx`` (ucp.md).
 
         Returns when ``data`` may be used again. The peer does not notice; send it a message after :meth:`flush`.
 
@@ -387,7 +387,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
     async def atomic(
         self, op: AtomicOp, value: int, offset: int = 0, *, bits: int = 64, fetch: bool = False
     ) -> int | None:
-        """Changes an integer of the peer's: by the processor, here or, after a message, at the owner (docs/ucp.md).
+        """Changes an integer of the peer's: by the processor, here or, after a message, at the owner (ucp.md).
 
         The operations are those of ``ucp_atomic_op_nbx``, which is not used itself. For compare-and-swap see
         :meth:`compare_swap`.
