@@ -44,7 +44,7 @@ class Listener(trio.abc.Listener[Connection], metaclass=OpenedNotConstructed):
 
     @property
     def worker(self) -> Worker:
-        """The worker that it was opened with. (A connection may live on another one: see ``Connection.worker``.)"""
+        """The worker that it was opened with; :attr:`Connection.worker` may be another one."""
         return self._acceptor.worker
 
     def statistics(self) -> ListenerStatistics:

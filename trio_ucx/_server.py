@@ -60,7 +60,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
 
     @property
     def listeners(self) -> tuple[Listener, ...]:
-        """Its listeners: one for each address of the host."""
+        """Its listeners, one for each address of the host."""
         return self._listeners
 
     @property

@@ -8,11 +8,12 @@
     body, content_type = metrics.text(), metrics.CONTENT_TYPE   # or served by a server of the program's own
 
 Needs prometheus_client, which ``pip install 'trio_ucx[metrics]'`` installs. The servers are those that
-:func:`serve_ucx` runs, in all threads. The workers are those that have Connections, without those that were opened for
-another worker (``isolate=True``), whose Connections count with it. The series of a server or worker end with it.
+:func:`trio_ucx.serve_ucx` runs, in all threads. The workers are those that have Connections, without those that were
+opened for another worker (``isolate=True``), whose Connections count with it. The series of a server or worker end with
+it.
 
 All metrics can be read in any thread, also while Trio's loop is blocked. Nothing is counted for them: they are what
-:meth:`Server.statistics` and :meth:`ucp.Worker.statistics` return. metrics.md lists them.
+:meth:`trio_ucx.Server.statistics` and :meth:`trio_ucx.ucp.Worker.statistics` return. metrics.md lists them.
 """
 
 from __future__ import annotations

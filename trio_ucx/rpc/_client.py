@@ -121,7 +121,7 @@ class Client:
             timeout: seconds for everything: waiting for a connection, or for other calls, included. The deadlines of
                 cancel scopes around the call count, too. The time that is left travels to the handler.
             buffers: a list of what to send beside the arguments without a copy: bytes, arrays, whatever
-                :meth:`Connection.send_arrays` takes.
+                :meth:`.Connection.send_arrays` takes.
             metadata: strings for the server's hook and handler.
             idempotent: calling the method twice does no harm: :func:`connect`'s client repeats the call if it may have
                 run when the connection is lost. A call that has certainly not run is repeated anyway.
@@ -131,7 +131,7 @@ class Client:
             The value that the method has returned; if it has sent buffers, a :class:`Reply` with them.
 
         Cancellation: returns at once, and cancels the handler. Buffers may stay pinned, and must not be changed, until
-        :meth:`Connection.wait_buffers_released` returns.
+        :meth:`.Connection.wait_buffers_released` returns.
 
         Raises:
             RemoteError: the method raised an exception; or that exception itself, if ``errors=`` or ``service=`` has
@@ -257,9 +257,9 @@ class Client:
     ) -> Stream:
         """Returns an async context manager: a call in which either side sends many values. Entering it begins the call.
 
-        Iterate over the :class:`Stream` for what an :func:`rpc.stream` yields, and send with :meth:`Stream.send` what
-        the handler reads with :meth:`Call.items`. The deadlines of the cancel scopes around the block travel. A
-        stream is never repeated.
+        Iterate over the :class:`Stream` for what an :func:`trio_ucx.rpc.stream` yields, and send with
+        :meth:`Stream.send` what the handler reads with :meth:`Call.items`. The deadlines of the cancel scopes around
+        the block travel. A stream is never repeated.
 
         Args:
             method, buffers, metadata, arguments: as for :meth:`call`.

@@ -29,7 +29,7 @@ class Reply:
 
     Attributes:
         value: the value.
-        buffers: what to send: bytes, arrays, whatever :meth:`Connection.send_arrays` takes. What has arrived are
+        buffers: what to send: bytes, arrays, whatever :meth:`.Connection.send_arrays` takes. What has arrived are
             memoryviews of writable memory; each begins at a multiple of 16 bytes.
     """
 

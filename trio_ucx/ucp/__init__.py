@@ -37,6 +37,7 @@ from ._endpoint_options import ErrorMode
 from ._engine.statistics import ConnectionTotals, WorkerStatistics
 from ._features import DEFAULT_FEATURES, Feature
 from ._listener import ConnectionRequest, RawListener
+from ._memory.buffers import Contiguous, WritableContiguous
 from ._memory.foreign import DeviceBuffer, MemoryType
 from ._memory.notes import Note, Notifications
 from ._memory.registered import Access, Memory, MemoryDescriptor
@@ -82,6 +83,8 @@ __all__ = [
     "Status",
     "StreamData",
     "Strided",
+    "Contiguous",
+    "WritableContiguous",
     "TagMessage",
     "ThreadMode",
     "Transport",

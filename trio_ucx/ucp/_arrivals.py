@@ -124,7 +124,7 @@ class ActiveMessage(metaclass=OpenedNotConstructed):
 
     @property
     def data(self) -> memoryview:
-        """The data of an eager message, read-only, where it arrived: no copy. It ends with :meth:`release`.
+        """The data of an eager message, read-only, where it arrived and not copied. It ends with :meth:`release`.
 
         Raises:
             ValueError: a rendezvous; or the message was released, or received.

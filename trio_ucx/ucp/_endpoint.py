@@ -48,7 +48,12 @@ class CloseMode(enum.Enum):
 
 @attrs.frozen
 class Transport:
-    """One lane of an endpoint: the UCX transport (``tcp``, ``sysv``, ``rc_mlx5``) and its device (``eth0``)."""
+    """One lane of an endpoint.
+
+    Attributes:
+        name: the UCX transport, such as ``tcp``, ``sysv`` or ``rc_mlx5``.
+        device: the device that it uses, such as ``eth0``.
+    """
 
     name: str
     device: str

@@ -200,14 +200,17 @@ def _listen_hint(status: int) -> str:
 
 @attrs.define(eq=False, repr=False)
 class ConnectionRequest(metaclass=OpenedNotConstructed):
-    """A client that asks for a connection. Answer it, by :meth:`accept` or :meth:`reject`."""
+    """A client that asks for a connection. Answer it, by :meth:`accept` or :meth:`reject`.
+
+    Attributes:
+        client_address: its ``(host, port)`` (``ucp_conn_request_query``).
+        client_id: the ``client_id`` of its worker, or None if it has none (``ucp_conn_request_query``).
+    """
 
     _worker: Worker
     _core: ListenerCore
     _request: int | None
-    #: The client's ``(host, port)`` (``ucp_conn_request_query``).
     client_address: tuple[str, int]
-    #: The ``client_id`` of the client's worker, or None where it has none (``ucp_conn_request_query``).
     client_id: int | None
 
     def _take(self) -> int:

@@ -23,18 +23,14 @@ from ._memory.buffers import Buffer, Pinned, WritableBuffer
 
 @attrs.define(eq=False, repr=False)
 class StreamData(metaclass=OpenedNotConstructed):
-    """A piece of a stream where UCX received it: no copy. Release it; a context manager that releases.
-
-    Attributes:
-        data: the bytes, a read-only memoryview that ends with :meth:`release`.
-    """
+    """A piece of a stream where UCX received it: no copy. Release it; a context manager that releases."""
 
     _engine: Engine
     _piece: StreamChunk
 
     @property
     def data(self) -> memoryview:
-        """The bytes, read-only: a memoryview that ends with :meth:`release`."""
+        """The bytes, as a read-only memoryview that ends with :meth:`release`."""
         return self._piece.view
 
     def __len__(self) -> int:

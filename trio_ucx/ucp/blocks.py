@@ -1,7 +1,7 @@
 """Lists of blocks: one call gets or puts many ranges of remote memory.
 
-:meth:`RemoteMemory.plan`, :meth:`RemoteMemory.get_blocks` and :meth:`RemoteMemory.put_blocks` import it when they are
-first called.
+:meth:`.RemoteMemory.plan`, :meth:`.RemoteMemory.get_blocks` and :meth:`.RemoteMemory.put_blocks` import it when they
+are first called.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ._rma.access_paths import AccessPath
 
 __all__ = ["BlockNumbers", "BlockPlan", "BlockProgress"]
 
-#: What names blocks: a list, a range, an ``array.array``, a numpy array, or anything else that yields integers.
+#: What names blocks, such as a list, a range, an ``array.array``, a numpy array, or anything else that yields integers.
 BlockNumbers = Iterable[int]
 
 #: Formats of the buffer protocol for integers of 8 bytes with a sign: such a buffer is copied in one step.
@@ -68,7 +68,7 @@ def _numbers(blocks: BlockNumbers, name: str) -> tuple[Any, int]:
 
 
 class _RemoteMemory(Protocol):
-    """A :class:`RemoteMemory`, which imports this module."""
+    """A :class:`.RemoteMemory`, which imports this module."""
 
     nbytes: int
     _descriptor: MemoryDescriptor
@@ -112,7 +112,7 @@ class BlockProgress:
 
 @attrs.define(eq=False, repr=False)
 class BlockPlan(metaclass=OpenedNotConstructed):
-    """A pool of blocks here and one at a peer, by :meth:`RemoteMemory.plan`.
+    """A pool of blocks here and one at a peer, by :meth:`.RemoteMemory.plan`.
 
     It needs no closing: it pins the buffer only during a call, and works as long as the RemoteMemory is open. Several
     tasks can use it at the same time. Blocks are numbered from 0 on. Bytes at the end of either memory that do not fill
@@ -135,7 +135,7 @@ class BlockPlan(metaclass=OpenedNotConstructed):
     ) -> None:
         """Reads the peer's block ``remote_blocks[i]`` into block ``local_blocks[i]`` here, for each i.
 
-        Neighbours are read together, with up to 64 messages in flight. Otherwise as :meth:`RemoteMemory.get_into`.
+        Neighbours are read together, with up to 64 messages in flight. Otherwise as :meth:`.RemoteMemory.get_into`.
 
         Args:
             remote_blocks: numbers of blocks of the peer's: the source, which comes first here and in :meth:`put`.
@@ -147,8 +147,8 @@ class BlockPlan(metaclass=OpenedNotConstructed):
 
         Raises:
             TypeError, ValueError: not integers; not as many; one is beyond the end, or written twice; not allowed by
-                :attr:`RemoteMemory.access`; the remote memory was closed.
-            RuntimeError, UCXError, OSError: as for :meth:`RemoteMemory.get`; a note says how many blocks are there.
+                :attr:`.RemoteMemory.access`; the remote memory was closed.
+            RuntimeError, UCXError, OSError: as for :meth:`.RemoteMemory.get`; a note says how many blocks are there.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         await self._transfer(False, local_blocks, remote_blocks, progress)
@@ -164,14 +164,14 @@ class BlockPlan(metaclass=OpenedNotConstructed):
     ) -> None:
         """Writes block ``local_blocks[i]`` here into the peer's block ``remote_blocks[i]``, for each i.
 
-        Returns when the blocks here may be used again; :meth:`RemoteMemory.flush` waits until all are there. Otherwise
-        as :meth:`get` and :meth:`RemoteMemory.put`.
+        Returns when the blocks here may be used again; :meth:`.RemoteMemory.flush` waits until all are there. Otherwise
+        as :meth:`get` and :meth:`.RemoteMemory.put`.
 
         Args:
             local_blocks: numbers of blocks here.
             remote_blocks: as many numbers of blocks of the peer's, all different.
             progress: counts the blocks here that may be used again.
-            notify: calls :meth:`RemoteMemory.notify` afterwards: then this returns when the peer has all blocks, and
+            notify: calls :meth:`.RemoteMemory.notify` afterwards: then this returns when the peer has all blocks, and
                 the notification.
 
         Cancellation: any of the blocks may be written, or not, or in part; those here stay pinned until UCX lets go of
@@ -179,7 +179,7 @@ class BlockPlan(metaclass=OpenedNotConstructed):
 
         Raises:
             TypeError, ValueError: as for :meth:`get`.
-            RuntimeError, UCXError, OSError: as for :meth:`RemoteMemory.put`.
+            RuntimeError, UCXError, OSError: as for :meth:`.RemoteMemory.put`.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         await self._transfer(True, local_blocks, remote_blocks, progress)
@@ -219,7 +219,7 @@ class BlockPlan(metaclass=OpenedNotConstructed):
 async def transfer_buffers(
     remote: _RemoteMemory, put: bool, blocks: Iterable[tuple[int, Contiguous]], progress: BlockProgress | None
 ) -> None:
-    """:meth:`RemoteMemory.get_blocks` and :meth:`RemoteMemory.put_blocks`."""
+    """:meth:`.RemoteMemory.get_blocks` and :meth:`.RemoteMemory.put_blocks`."""
     offsets: list[int] = []
     buffers: list[Contiguous] = []
     for block in blocks:
@@ -322,7 +322,7 @@ def _check_different(blocks: Any, count: int, limit: int, side: str) -> None:
 
 
 def plan(remote: _RemoteMemory, buffer: Contiguous, block: int, offset: int) -> BlockPlan:
-    """:meth:`RemoteMemory.plan`."""
+    """:meth:`.RemoteMemory.plan`."""
     block = check_integer(block, "block", 1, 2**62)
     offset = check_integer(offset, "offset", 0, remote.nbytes)
     pins = Pinned(buffer)

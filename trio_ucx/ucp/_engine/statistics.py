@@ -50,7 +50,8 @@ class WorkerStatistics:
         progress_calls: calls of ``ucp_worker_progress``.
         messages: Connection messages that arrived.
         batches: times that small messages of a Connection which closely followed each other were sent as one.
-        polls: times a task polled before it would have parked; polls_paid: those that found something.
+        polls: times a task polled before it would have parked.
+        polls_paid: those of them that found something.
         poll_seconds: time spent in all of them.
         poll_limit: how long the next one may take, in seconds: 0 while polling does not pay.
         background_closes: closes that go on after their task was cancelled.

@@ -1,6 +1,6 @@
 """Request chains: programs of remote operations that C code runs, each when what it depends on has ended.
 
-:meth:`Worker.new_chain` makes a chain. An extension: only that method imports this module, when it is called, and a
+:meth:`.Worker.new_chain` makes a chain. An extension: only that method imports this module, when it is called, and a
 build may leave it out, with the C code that it needs (``_native/chain``). Modules, lowest first: _errors, _library,
 _expressions, _run, _builder, _chain.
 """

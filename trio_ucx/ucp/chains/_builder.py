@@ -75,7 +75,7 @@ class RequestOptions(CheckOptions, total=False):
 
 @attrs.frozen(eq=False)
 class Choice:
-    """One of several endpoints, or of several remote memories: by :meth:`RequestChain.choose`."""
+    """One of several endpoints, or of several remote memories: by :meth:`.RequestChain.choose`."""
 
     index: Integer
     options: tuple[Any, ...]

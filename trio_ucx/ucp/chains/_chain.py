@@ -50,7 +50,7 @@ MAX_CAPACITY = 2**24
 
 @attrs.define(eq=False, repr=False)
 class RequestChain(ChainBuilder):
-    """A program of remote operations, posted at once: see :meth:`Worker.new_chain`.
+    """A program of remote operations, posted at once: see :meth:`.Worker.new_chain`.
 
     Methods add requests, and return a :class:`ChainRequest` to whose result later ones may refer: in a condition
     (``when``), in arguments that are computed (:class:`Integer`), in their payload. A request begins when those that it
@@ -71,6 +71,10 @@ class RequestChain(ChainBuilder):
     result of one that was skipped.
 
     Buffers stay pinned as long as the chain has the request.
+
+    Attributes:
+        capacity: the number of requests for which it has room.
+        ordered: whether each request waits for all earlier ones.
     """
 
     #: That goes on, or whose requests UCX still has.
@@ -93,7 +97,7 @@ class RequestChain(ChainBuilder):
     ) -> ChainRequest:
         """Reads remote memory; the result is the bytes.
 
-        As with :meth:`RemoteMemory.get`, up to 1 MiB of memory that this process has mapped is copied at once.
+        As with :meth:`.RemoteMemory.get`, up to 1 MiB of memory that this process has mapped is copied at once.
 
         Args:
             remote: where from.
@@ -156,7 +160,7 @@ class RequestChain(ChainBuilder):
         length: Integer | int | None = None,
         **options: Unpack[RequestOptions],
     ) -> ChainRequest:
-        """Writes remote memory, as :meth:`RemoteMemory.put`.
+        """Writes remote memory, as :meth:`.RemoteMemory.put`.
 
         Args:
             remote: where to.
@@ -271,12 +275,12 @@ class RequestChain(ChainBuilder):
         bits: int = 64,
         **options: Unpack[RequestOptions],
     ) -> ChainRequest:
-        """Changes an integer, as :meth:`RemoteMemory.atomic` with ``fetch=True``; the result is the old value.
+        """Changes an integer, as :meth:`.RemoteMemory.atomic` with ``fetch=True``; the result is the old value.
 
         Atomics of a chain always fetch: the answer says that they have happened, without a flush.
 
         Args:
-            remote: where it is; see :class:`RemoteMemory` about atomics.
+            remote: where it is; see :class:`.RemoteMemory` about atomics.
             op: the operation.
             value: its operand, of which the lowest ``bits`` are taken.
             offset: where the integer is, a multiple of its size.
@@ -356,7 +360,7 @@ class RequestChain(ChainBuilder):
         length: Integer | int | None = None,
         **options: Unpack[RequestOptions],
     ) -> ChainRequest:
-        """Sends an active message (``ucp_am_send_nbx``): see :meth:`Endpoint.am_send`.
+        """Sends an active message (``ucp_am_send_nbx``): see :meth:`.Endpoint.am_send`.
 
         ``data``, ``length`` and ``**options`` as in :meth:`put`. The header is copied.
 
@@ -408,7 +412,7 @@ class RequestChain(ChainBuilder):
         Raises:
             ValueError: remote memory that it refers to was closed.
             RuntimeError: the owner of the memory would never answer a get or a put, or does no atomics for others: see
-                :class:`RemoteMemory`.
+                :class:`.RemoteMemory`.
             OSError, UCXError: a connection for memory cannot be opened, or used for this memory.
             trio.BusyResourceError: it is running, or UCX still has requests of an earlier run: see :meth:`wait_idle`.
             trio.ClosedResourceError, trio.BrokenResourceError: it was closed, perhaps meanwhile; the worker was closed,
@@ -580,7 +584,7 @@ class RequestChain(ChainBuilder):
 
 
 def new_chain(engine: Engine, capacity: int, ordered: bool) -> RequestChain:
-    """:meth:`Worker.new_chain`."""
+    """:meth:`.Worker.new_chain`."""
     engine.check()
     capacity = check_integer(capacity, "the capacity", 1, MAX_CAPACITY)
     chain: RequestChain = RequestChain._create(engine, NativeChain(engine), capacity, bool(ordered))

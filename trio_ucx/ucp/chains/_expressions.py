@@ -345,7 +345,7 @@ class _Loads:
 
 @attrs.frozen(eq=False, repr=False)
 class Local(_Loads, metaclass=OpenedNotConstructed):
-    """Memory of ours that a chain looks at when it gets there: by :meth:`RequestChain.local`."""
+    """Memory of ours that a chain looks at when it gets there: by :meth:`.RequestChain.local`."""
 
     _pins: Pinned
     _address: int
@@ -364,7 +364,7 @@ class Local(_Loads, metaclass=OpenedNotConstructed):
 
 
 def local(buffer: Contiguous) -> Local:
-    """:meth:`RequestChain.local`."""
+    """:meth:`.RequestChain.local`."""
     pins = Pinned(buffer)
     address, nbytes, memory = pinned_memory(pins)
     if memory > lib.TU_MEMORY_HOST:
@@ -381,6 +381,7 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
     Attributes:
         id: its number in the chain, from 0 on.
         name: what it does, for messages.
+        size: the most bytes that its result can have, or None if it has none.
     """
 
     _chain: object
@@ -388,7 +389,6 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
     id: int
     _kind: int
     name: str
-    #: Bytes of its result, at most; None: it has none.
     size: int | None
     #: Whether its result goes to the user's memory.
     _into: bool = False
@@ -416,7 +416,7 @@ class ChainRequest(_Loads, metaclass=OpenedNotConstructed):
 
     @property
     def offset(self) -> Integer:
-        """Returns where in its memory it has read: of :meth:`RequestChain.follow`, the offset of the last node.
+        """Returns where in its memory it has read; for :meth:`RequestChain.follow`, the offset of the last node.
 
         Raises:
             DependencyReferenceError: it has no result in host memory.

@@ -39,7 +39,7 @@ _DONE, _NO_VALUE = lib.TU_CHAIN_DONE, lib.TU_CHAIN_NO_VALUE
 
 
 class Skipped:
-    """What a request ends with that was skipped: the only object of this class is ``chains.SKIPPED``."""
+    """The result of a request that was skipped; the only object of this class is ``chains.SKIPPED``."""
 
     def __repr__(self) -> str:
         return "trio_ucx.ucp.chains.SKIPPED"
@@ -464,7 +464,7 @@ class Outcomes(Sequence["Outcome[Any] | None"], metaclass=OpenedNotConstructed):
 
     @property
     def error_count(self) -> int:
-        """Returns how many requests have failed, or were not run. 0: no completed request has failed.
+        """Returns how many requests have failed, or were not run; 0 if no completed request has failed.
 
         C counts them while the chain runs, so reading this takes as long for a large chain as for a small one.
         """
@@ -474,7 +474,7 @@ class Outcomes(Sequence["Outcome[Any] | None"], metaclass=OpenedNotConstructed):
         """The value of one request. Cheaper than ``outcomes[request].unwrap()``, and can be called again.
 
         Raises:
-            Exception: its error, if it failed; :exc:`RequestCancelled` if it is in flight after a run was cancelled.
+            Exception: its error, if it failed; :exc:`.RequestCancelled` if it is in flight after a run was cancelled.
             DependencyReferenceError: it is not of this run.
             IndexError: there is no request with this id.
         """
