@@ -58,6 +58,7 @@ def compressed_inventory(name: str) -> str:
 intersphinx_mapping = {name: (address, (None, compressed_inventory(name))) for name, address in OTHERS.items()}
 intersphinx_timeout = 10
 
+maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
 autodoc_type_aliases = {

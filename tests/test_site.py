@@ -57,6 +57,12 @@ def test_no_link_is_dead(site: dict[Path, Page]) -> None:
     assert dead == []
 
 
+def test_code_in_docstrings_is_shown_as_code(site: dict[Path, Page]) -> None:
+    """Without the two colons before it, it would be a quotation."""
+    quoting = [path.name for path in site if path.parent.name == "api" and "<blockquote>" in path.read_text()]
+    assert quoting == []
+
+
 def test_every_public_name_has_an_anchor(site: dict[Path, Page]) -> None:
     anchors = {anchor for page in site.values() for anchor in page.anchors}
     lines = PUBLIC_SURFACE.read_text().splitlines()

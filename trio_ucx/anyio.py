@@ -1,10 +1,12 @@
 """Connections as anyio streams, for libraries that are written for anyio, on its trio backend.
 
+::
+
     from trio_ucx.anyio import UCXListener, UCXStream
 
     stream = UCXStream(await trio_ucx.open_ucx_stream(host, port))
 
-    [listener] = await trio_ucx.open_ucx_listeners(port)
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1")
     await UCXListener(listener).serve(handler)      # several: anyio.streams.stapled.MultiListener
 
 Needs anyio 4, which trio_ucx does not install, and anyio's trio backend: under asyncio, opening anything raises a

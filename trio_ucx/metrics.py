@@ -1,5 +1,8 @@
 """Metrics of this process's servers and workers, for Prometheus.
 
+::
+
+    import prometheus_client
     from trio_ucx import metrics
 
     prometheus_client.REGISTRY.register(metrics.collector())    # beside the program's own metrics

@@ -1,5 +1,7 @@
 """Groups of processes that an existing launcher has started: they find each other, and talk.
 
+::
+
     async with mesh.join() as group:
         await group.send(data, to=3, tag=7)
         rank, data = await group.receive_from_any(tag=7)

@@ -1,5 +1,7 @@
 """Remote procedure calls: methods of a server, called by clients, with cancellation, deadlines, errors and streams.
 
+::
+
     class Store(rpc.Service):
         @rpc.method
         async def get(self, call: rpc.Call, key: str) -> int: ...
