@@ -17,6 +17,14 @@ import trio_ucx
 from trio_ucx import rpc
 
 
+def fill_window(connection: trio_ucx.Connection) -> None:
+    """Sends on a tag that nobody reads, until not even an empty message is admitted."""
+    for size in 600, 50, 0:
+        with contextlib.suppress(trio.WouldBlock):
+            while True:
+                connection.send_nowait(bytes(size), tag=5)
+
+
 class Shop(rpc.Service):
     def __init__(self) -> None:
         self.running = 0
@@ -103,10 +111,7 @@ async def test_credit_that_would_block() -> None:
         async with serving(handler, window=4096) as listener, trio_ucx.connect(listener.address) as connection:
             async with rpc.Client(connection).stream("count", to=1000) as stream:
                 await trio.sleep(0.2)  # until the first items are here
-                for size in 600, 50, 0:
-                    with contextlib.suppress(trio.WouldBlock):
-                        while True:
-                            connection.send_nowait(bytes(size), tag=5)
+                fill_window(connection)
                 got = []
                 with trio.move_on_after(0.5):
                     async for number in stream:
@@ -167,10 +172,7 @@ async def test_items_are_read_while_no_credit_can_be_sent() -> None:
         async with serving(handler, window=4096) as listener, trio_ucx.connect(listener.address) as connection:
             async with rpc.Client(connection).stream("count") as stream:
                 await trio.sleep(0.1)
-                for size in 600, 50, 0:
-                    with contextlib.suppress(trio.WouldBlock):
-                        while True:
-                            connection.send_nowait(bytes(size), tag=5)
+                fill_window(connection)
                 got = []
                 with trio.move_on_after(1):
                     async for number in stream:
