@@ -1,4 +1,5 @@
-"""ucx-reports.md: its programs compile, it names those that are there, and the quick ones show their fault.
+"""ucx-reports.md names the programs that are there; each has its report, compiles, and shows its fault if it can do that
+quickly.
 
 A test that fails here after an update of UCX may be good news: UCX has mended the fault.
 """
@@ -136,12 +137,11 @@ def test_program_shows_the_fault(shown: Shown, built: Callable[[str], Path]) -> 
 
 
 def test_page_names_the_programs() -> None:
-    text = PAGE.read_text()
-    table = re.findall(r"^\| \[`(\w+\.c)`\]\(ucx-reports/(\w+\.c)\)", text, re.MULTILINE)
-    assert all(name == target for name, target in table)
-    there = [path.name for path in PROGRAMS]
-    assert there and sorted(name for name, _ in table) == there
-    for name in there:
-        sections = [section for section in text.split("\n## ")[1:] if f"**Program.** `{name}`" in section]
-        assert len(sections) == 1, f"{name}: {len(sections)} sections describe it"
-        assert "**What happens.**" in sections[0] and "**Suggested change.**" in sections[0], name
+    rows = re.findall(r"^\| (.+?) \| \[`(\w+\.c)`\]\(ucx-reports/(\w+\.c)\)", PAGE.read_text(), re.MULTILINE)
+    assert rows and sorted(name for _, name, _ in rows) == [path.name for path in PROGRAMS]
+    for fault, name, target in rows:
+        assert name == target
+        report, _, _ = (PAGE.with_suffix("") / name).read_text().partition("*/")
+        assert report.startswith(f"/*\n * {fault}\n"), f"{name}: the report has another title"
+        for part in ("What happens.", "This program.", "Shown with", "Suggested change.", "What trio_ucx does."):
+            assert f" * {part} " in report, name

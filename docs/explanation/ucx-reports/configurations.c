@@ -1,6 +1,18 @@
 /*
- * Peers with other segment sizes than each other make endpoints to a server, which only progresses its worker. A worker
- * has 255 endpoint configurations. UCX cannot make one for the next peer, and crashes when it fails the endpoint.
+ * Peers use up the endpoint configurations of a worker
+ *
+ * What happens. As in unreachable_peer.c: UCX cannot make the other end of a peer's endpoint, and crashes when it fails
+ * the endpoint. Here the reason is that the worker has no configuration left (255 in 1.22).
+ *
+ * This program. Peers over TCP, up to 400 with different segment sizes, make endpoints to a server, which only
+ * progresses its worker. It takes half a minute. The server crashes by SIGSEGV in 1.22. In 1.13 another bug ends it
+ * earlier: an assertion in src/ucp/core/ucp_request.c.
+ *
+ * Shown with UCX 1.13.1: SIGABRT; UCX 1.22.0: SIGSEGV.
+ *
+ * Suggested change. As in unreachable_peer.c.
+ *
+ * What trio_ucx does. Nothing, as in unreachable_peer.c.
  */
 #include "common.h"
 

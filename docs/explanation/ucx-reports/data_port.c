@@ -1,13 +1,52 @@
 /*
- * What a stranger's bytes at the data port of the TCP transport do to a process, a server for each kind:
+ * A stranger at TCP's data port
+ *
+ * What happens. Each TCP interface of a worker listens. A program that connects and sends the magic number is taken for
+ * a peer, and UCX trusts what it sends next. Lengths, numbers and states are checked by assertions only, which a
+ * release build leaves out, or which end the process.
+ *
+ * * A connection request with the greatest number, 2^64 - 1, ends the process: Assertion 'ret == 1' failed in
+ *   uct_tcp_cm_insert_ep (1.22). 42 bytes.
+ * * A request to put: uct_tcp_ep_handle_put_req and uct_tcp_ep_progress_put_rx write what follows wherever the header
+ *   says. No key is asked for, RMA need not be in use, and UCX_TCP_PUT_ENABLE=n turns off sending only. 67 bytes and
+ *   the data.
+ * * A message that is longer than the buffer is received behind the end of it, into the buffers of other connections.
+ * * UCP's own messages are taken for well-formed. Their ids of endpoints and requests may be plain pointers
+ *   (UCS_PTR_MAP_KEY_INDIRECT_FLAG not set), which are followed. A wireup request has a worker address, with the fault
+ *   of damaged_address.c. With messages of 64 times 0x22, 16 of 28 kinds ended the process in 1.22, 15 in 1.13.
+ * * More connections than descriptors: when accept fails with EMFILE, uct_tcp_iface_connect_handler closes the
+ *   listening socket. Nobody can connect any more, also when there are descriptors again.
+ *
+ * This program. Starts a server for each of these, and connects to it over loopback. The strangers know the magic
+ * number and the port, nothing else. An argument chooses one:
  *
  *   number       a connection request with the number 2^64 - 1
- *   put          a request to write to memory: the server gives the address of a variable of its own
+ *   put          a request to write to memory: the server gives the address of a variable of its own, and prints it
+ *                afterwards
  *   length       a message that is longer than the buffer for it
  *   messages     one message of each kind of UCP's, of 64 equal bytes
  *   descriptors  more connections than the server has descriptors
  *
- * Without an argument it runs them all. The strangers know the magic number and the port, nothing else.
+ * Shown with UCX 1.13.1: yes; UCX 1.22.0: yes.
+ *
+ * Suggested change. In src/uct/tcp:
+ *
+ * * A secret of the interface, random, as part of its address (uct_tcp_iface_addr_t), which the connection request must
+ *   repeat; nothing else is accepted before it. Then only those who were given a worker address can connect at all.
+ * * tcp_cm.c: uct_tcp_cm_handle_conn_pkt and uct_tcp_cm_handle_conn_req check length, state, and conn_sn <
+ *   UCT_TCP_CM_CONN_SN_MAX, and otherwise close the connection (uct_tcp_ep_handle_disconnected).
+ * * tcp_ep.c: uct_tcp_ep_progress_am_rx does the same for hdr->length and for a request to put before a connection
+ *   request; and a put is refused where PUT_ENABLE is off. A key for remote memory, which TCP has none of so far and
+ *   which the request would carry, would confine it to memory that was registered.
+ * * tcp_iface.c: uct_tcp_iface_connect_handler keeps the socket after EMFILE, ENFILE, ENOBUFS and ENOMEM. As the event
+ *   would be reported again at once, it should turn the handler's events off for a while, or keep a spare descriptor to
+ *   accept and close with.
+ *
+ * In src/ucp, handlers compare the length of a message with that of its header; ids that come from a peer must be
+ * indirect keys.
+ *
+ * What trio_ucx does. A data port lets in only connections that show a key, and hosts that the program admits
+ * (trio_ucx/_native/key_gate.c). A listener whose data port was closed goes on with another worker.
  */
 #include "common.h"
 

@@ -1,4 +1,23 @@
-/* A peer is killed while its shared-memory queue is full: the sender never gets rid of its endpoint. */
+/*
+ * Shared memory: a killed reader's full queue
+ *
+ * What happens. A forced close discards the endpoint's transports: it flushes them, with UCT_FLUSH_FLAG_CANCEL.
+ * uct_mm_ep_flush ignores that flag, and returns NO_RESOURCE as long as the peer's queue is full. If the peer was
+ * killed, that is for ever: the discard waits in the interface's arbiter. The application sees the close end, but the
+ * worker's flush never completes, ucp_worker_arm returns BUSY until the worker is destroyed, nobody can wait for events
+ * any more, and the endpoint's memory and attached segments stay.
+ *
+ * This program. A process is killed while its shared-memory queue is full; its peer closes the endpoint by force. With
+ * a queue that is not full (20 messages instead of 1,000) the flush ends, and the worker can be armed.
+ *
+ * Shown with UCX 1.13.1: yes; UCX 1.22.0: yes.
+ *
+ * Suggested change. uct_mm_ep_flush in src/uct/sm/mm/base/mm_ep.c: with UCT_FLUSH_FLAG_CANCEL return UCS_OK at once, as
+ * uct_tcp_ep_flush does. All that an endpoint sends is in the queue already or still in UCP's hands, so there is
+ * nothing that the peer's death leaves behind.
+ *
+ * What trio_ucx does. A worker that cannot be armed looks for events, ever more rarely.
+ */
 #include "common.h"
 
 static void reader(int fd)

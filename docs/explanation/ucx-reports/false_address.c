@@ -1,7 +1,28 @@
 /*
- * A peer gives a worker address to a server in which the system device of its only device is wrong. Both make an
- * endpoint. Then the request of the peer's UCX arrives, with the true address, at the server's endpoint: the server's
- * process ends. UCX compares the two addresses only at the worker with the greater uuid.
+ * A false worker address
+ *
+ * What happens. Two programs exchange worker addresses, and each makes an endpoint. UCX pairs the two: the worker with
+ * the greater uuid processes the other's WIREUP_REQUEST at the endpoint that it has made already, and selects the lanes
+ * again, by the address in this message. If the peer's program gave an address with a false system device, the
+ * configurations differ in a way that 1.22 cannot reconfigure:
+ *
+ *     endpoint reconfiguration not supported yet <- ucp_wireup_init_lanes <- ucp_wireup_process_request
+ *
+ * 1.13 cannot reconfigure at all. 1.22 can after some differences, but ucp_wireup_check_is_reconfigurable refuses three
+ * more things: lanes for tag matching; a UCX_FENCE_MODE other than strong; and a new lane for active messages when the
+ * wireup messages have a lane of their own. And ucp_wireup_get_reachable_mds ends the process by ucs_assert_always if a
+ * memory domain of the peer belongs to another component than before. (We only read this, and did not try it.)
+ *
+ * This program. Two workers in one process. The one with the smaller uuid gives an address with a system device that it
+ * does not have. Then the request of its UCX arrives, with the true address, at the other's endpoint. SIGABRT kills the
+ * process each time, in 1.13 and 1.22.
+ *
+ * Shown with UCX 1.13.1: SIGABRT; UCX 1.22.0: SIGABRT.
+ *
+ * Suggested change. src/ucp/wireup/wireup.c: fail the endpoint (ucp_ep_set_lanes_failed_schedule) rather than the
+ * process.
+ *
+ * What trio_ucx does. Nothing: a peer that was let in is trusted not to give a false address.
  */
 #include "common.h"
 

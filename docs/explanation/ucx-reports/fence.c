@@ -1,4 +1,24 @@
-/* ucp_worker_fence after a put to a peer that is busy for a second: it should return at once, and does not. */
+/*
+ * ucp_worker_fence waits for the peer
+ *
+ * What happens. The fence's documentation says that it "does not guarantee completion of the operations on the call
+ * return but only ensures the order". With the protocols of 1.22 (UCX_PROTO_ENABLE=y) the mode auto is strong:
+ * ucp_worker_fence_strong flushes the worker, and progresses inside the call until that is done. A peer that is busy
+ * stops the caller's thread for that long, one that is stopped stops it for good, and callbacks run inside the call. In
+ * 1.13 it returns at once.
+ *
+ * This program. The owner of the memory is busy for a second; a fence after a put of 8 bytes takes that long.
+ *
+ * Shown with UCX 1.13.1: no; UCX 1.22.0: yes.
+ *
+ * Suggested change. src/ucp/core/ucp_context.c: let auto choose ep_based where proto_enable is set, which only marks
+ * the worker; the operations that follow on an endpoint then wait for its flush as pending requests, not by
+ * ucp_rma_wait in ucp_ep_fence_strong (src/ucp/rma/flush.c). Or a ucp_worker_fence_nbx which returns a request, and a
+ * sentence in ucp.h that says that the other one may block.
+ *
+ * What trio_ucx does. The library's own transfers are ordered without the fence. Where Worker.fence is UCX's, its
+ * documentation says so.
+ */
 #include "common.h"
 
 static uint64_t word;

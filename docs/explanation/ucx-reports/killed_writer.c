@@ -1,8 +1,25 @@
 /*
- * A peer that dies while it packs a message into a shared-memory queue stops that queue for everybody.
+ * Shared memory: a killed writer stops the queue
  *
- * UCX packs between taking the queue's head and setting the owner bit. The first client's datatype ends its process
- * right there, as SIGKILL would at any time. A second client, which does nothing wrong, then sends to the same server.
+ * What happens. All peers write to one queue of a worker. A sender takes the queue's head, writes the element, and sets
+ * its owner bit. If it is killed in between, the reader waits for that element for ever: nothing that anybody sends
+ * over shared memory arrives any more, and no endpoint fails. In our measurements 2 of 60 kills of a client that sends
+ * 8 kB messages did that.
+ *
+ * This program. Needs no luck: UCX packs a generic datatype between taking the queue's head and setting the owner bit.
+ * The first client's datatype ends its process right there, as SIGKILL would at any time. A second client, which does
+ * nothing wrong, then sends 21 messages to the same server: none arrives, and its endpoint stays well.
+ *
+ * Shown with UCX 1.13.1: yes; UCX 1.22.0: yes.
+ *
+ * Suggested change. uct_mm_ep_get_remote_elem and uct_mm_ep_am_common_send in src/uct/sm/mm/base/mm_ep.c, and
+ * uct_mm_iface_poll_fifo in mm_iface.c. The sender writes its process id into the element that it took; a reader whose
+ * next element has not become ready for a while, although the head is past it, checks that process, and skips the
+ * element if it is gone. The moment between taking the head and writing the id remains: an id of the last round there
+ * means the same after a longer while. (It changes the layout that peers share.) A queue for each peer would also do.
+ *
+ * What trio_ucx does. A worker notices that its queue has stopped, and breaks the connections that use it; new
+ * connections use another worker.
  */
 #include "common.h"
 

@@ -1,7 +1,23 @@
 /*
- * A receiver that is slow loses messages of shared memory when it has no buffer left for them. Nobody is told.
+ * Shared memory: messages are lost when buffers run out
  *
- * UCX_MM_RX_MAX_BUFS makes the buffers few. Without it the same happens when shared memory cannot grow any more.
+ * What happens. uct_mm_iface_process_recv needs a spare buffer before it delivers a message that is not inline. If the
+ * pool has none, and cannot grow, it returns (UCT_TL_IFACE_GET_RX_DESC(..., return)), and uct_mm_iface_poll_fifo goes
+ * on to the next element: the message is gone. The sender's request and flush are successful, the endpoint stays well,
+ * and the receiver logs a line 30 seconds later at the earliest. The pool cannot grow when its limit is reached
+ * (UCX_MM_RX_MAX_BUFS) or there is no more shared memory (/dev/shm, shmmax, limits of a container).
+ *
+ * This program. Sends 1,000 messages to a process that receives them later, with 512 buffers (UCX_MM_RX_MAX_BUFS): 256
+ * arrive in 1.22, 448 in 1.13. With UCX_MM_RX_MAX_BUFS=-1 all do, as long as shared memory can grow.
+ *
+ * Shown with UCX 1.13.1: yes; UCX 1.22.0: yes.
+ *
+ * Suggested change. src/uct/sm/mm/base/mm_iface.c: uct_mm_iface_process_recv says that it could not, and
+ * uct_mm_iface_poll_fifo returns 0 without raising read_index, so that the element is tried again. The queue fills, and
+ * senders wait, until the application has received something. Or deliver the message without UCT_CB_PARAM_FLAG_DESC:
+ * then UCP copies what it must keep.
+ *
+ * What trio_ucx does. Connections keep few enough buffers; raw endpoints can lose messages.
  */
 #include "common.h"
 

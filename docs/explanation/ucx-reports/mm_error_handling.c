@@ -1,6 +1,24 @@
 /*
- * Shared memory: MM_ERROR_HANDLING=y on the sending side, the default (n) on the other. Both ask for error handling.
- * The sender's rendezvous never completes, and its endpoint never fails.
+ * MM_ERROR_HANDLING on one side only
+ *
+ * What happens. A peer with UCX_MM_ERROR_HANDLING=y uses shared memory for an endpoint with error handling; a peer on
+ * the same host with the default (n) cannot. By worker address nobody compares. The first peer connects over shared
+ * memory alone; eager messages arrive. To answer a rendezvous the other peer needs an endpoint, which fails there:
+ * UNREACHABLE, "no active messages transport: sysv/memory - no peer failure handler". The first peer is not told: its
+ * send stays pending, its endpoint stays well.
+ *
+ * This program. A message of 1 MiB from a peer with MM_ERROR_HANDLING=y to one with the default (n). The sender gives
+ * up after 30 seconds: its rendezvous never completes, and its endpoint never fails.
+ *
+ * Shown with UCX 1.13.1: yes; UCX 1.22.0: yes.
+ *
+ * Suggested change. Let a worker address say that an interface handles peer failure: one more UCP_ADDR_IFACE_FLAG in
+ * src/ucp/wireup/address.c, which ucp_wireup_fill_peer_err_criteria (src/ucp/wireup/select.c) demands of the remote
+ * side, too. Then both choose TCP. Or make y the default of MM_ERROR_HANDLING (src/uct/sm/mm/base/mm_iface.c). In any
+ * case a wireup request that cannot be answered should be refused with a message.
+ *
+ * What trio_ucx does. Peer descriptions and worker addresses say whether shared memory handles errors; if one side's
+ * does not, the endpoint uses TCP.
  */
 #include "common.h"
 

@@ -1,7 +1,30 @@
 /*
- * The owner of memory crashes when a client that is getting large blocks is killed.
+ * RMA: the owner of memory crashes when a client is killed
  *
- * The get is emulated by messages (TCP; or shared memory that UCX did not allocate), so the owner's worker answers.
+ * What happens. A get that no transport can do is emulated: the owner answers GET_REQ with GET_REP messages. If the
+ * client dies while answers are queued, the owner's endpoint fails, and its pending requests are purged.
+ * ucp_request_send_state_ff does not know an answer's request, and takes it for a user's send: it deregisters memory
+ * and calls back by fields that were never set.
+ *
+ *     ucp_request_dt_dereg <- ucp_request_send_state_ff <- uct_tcp_ep_pending_purge <- ucp_worker_discard_uct_ep <-
+ *     ucp_ep_discard_lanes <- ucp_ep_set_failed <- ucp_worker_iface_error_handler <- uct_tcp_ep_handle_recv_err
+ *
+ * 1.13 ends by the assertion in ucs_empty_function_do_assert_void, below uct_tcp_ep_pending_purge.
+ *
+ * This program. Clients get 64 blocks of 2 MiB over TCP, and are killed one after the other. The owner of 1.22 died
+ * after 4 and 6 kills, that of 1.13 after 23. The same happens over shared memory that UCX did not allocate (seen with
+ * a program in Python).
+ *
+ * Shown with UCX 1.13.1: SIGABRT; UCX 1.22.0: SIGSEGV.
+ *
+ * Suggested change. In ucp_request_send_state_ff (src/ucp/core/ucp_request.c): a branch for ucp_progress_get_reply and
+ * ucp_progress_rma_cmpl (src/ucp/rma/rma_sw.c), and for the answer to an atomic (src/ucp/rma/amo_sw.c), which only
+ * gives the request back (ucp_request_put). The same functions return every error of uct_ep_am_bcopy to
+ * ucp_request_try_send, which calls ucs_fatal for what is not NO_RESOURCE: an answer to an endpoint that has failed
+ * must be dropped instead.
+ *
+ * What trio_ucx does. Two trio_ucx peers do not use these messages, nor UCX's for atomics, for host memory: they use
+ * mapped shared memory or active messages. Peers without this library still bring the crash about.
  */
 #include "common.h"
 

@@ -1,6 +1,29 @@
 /*
- * Two workers of a context send from the same memory. The first one's endpoint is closed by force, and then its worker:
- * its send ends when the second one's does, and UCX uses the worker that is gone.
+ * A closed endpoint's send ends after its worker
+ *
+ * What happens. A rendezvous send or receive whose endpoint is closed by force, or fails, has its memory's registration
+ * invalidated first, so that the peer cannot use the key any more. It ends when the last user of that registration
+ * does: that may be a request of another worker, for however long. The application cannot wait for that, nor cancel it,
+ * and destroys the worker. When the other user ends, ucp_request_mem_invalidate_completion takes the request and its
+ * worker, which both are freed, and schedules the request's completion there.
+ *
+ *     ucp_request_mem_invalidate_completion <- ucs_mem_region_destroy_internal <- ucs_rcache_region_put_unsafe <-
+ *     ucp_memh_put <- ucp_request_memh_invalidate <- ucp_proto_rndv_rts_abort <- ucp_ep_reqs_purge
+ *
+ * This program. Two workers of a context send the same memory to a peer that does not receive. The first one's endpoint
+ * is closed by force, and its send is still pending; its worker is destroyed; then the second endpoint is closed:
+ * SIGSEGV in 1.22, over TCP, where there is nothing to invalidate. 1.13 ends the first send at once.
+ *
+ * Shown with UCX 1.13.1: no; UCX 1.22.0: SIGSEGV.
+ *
+ * Suggested change. src/ucp/core/ucp_request.c: ucp_request_memh_invalidate returns 0 if the invalidation map is empty,
+ * so that the request ends at once. Otherwise the worker keeps a list of the requests that wait for an invalidation;
+ * ucp_worker_destroy completes them with CANCELED, and the callback finds, under the context's lock, that its request
+ * is gone.
+ *
+ * What trio_ucx does. Answers from memory that others may get use the registration of its owner, which is not
+ * invalidated. A worker that is closed with such a send is destroyed only when the sends of the context's other workers
+ * have ended that were under way then.
  */
 #include "common.h"
 

@@ -1,7 +1,24 @@
 /*
- * The length in a stranger's connection request, at the port of a ucp_listener: no data, and less than there is.
+ * The length of a connection request is not checked
  *
- * Behind each block from malloc, once the server listens, is an inaccessible page: reading past the end is SIGSEGV.
+ * What happens. uct_tcp_sockcm_ep_recv believes the length in a stranger's header. A length of 0 makes a connection
+ * request without data; the application gets it, and ucp_ep_create reads the version and a worker address behind the
+ * end of the request's memory. A length that is less than what has arrived is an assertion; without assertions the
+ * connection is neither answered nor closed until the stranger leaves, or sends more than the buffer holds.
+ *
+ *     ucp_ep_create_server_accept <- ucp_ep_create
+ *
+ * This program. Puts an inaccessible page behind each block from malloc once the server listens, so that reading past
+ * the end is SIGSEGV. 16 bytes from a stranger, and the server ends in ucp_conn_request_unpack_sa_data.
+ *
+ * Shown with UCX 1.13.1: SIGSEGV, SIGABRT; UCX 1.22.0: SIGSEGV, no answer.
+ *
+ * Suggested change. uct_tcp_sockcm_ep_recv in src/uct/tcp/tcp_sockcm_ep.c: if hdr->length is more than priv_data_len,
+ * or less than what has arrived, close the connection. ucp_cm_remote_data_check in src/ucp/wireup/wireup_cm.c: reject
+ * what is shorter than ucp_wireup_sockaddr_data_base_t and its address; and pass the length on to ucp_address_unpack,
+ * as damaged_address.c suggests.
+ *
+ * What trio_ucx does. Connections begin on a socket of Trio's. Only Worker.open_listener opens such a port.
  */
 #include "common.h"
 

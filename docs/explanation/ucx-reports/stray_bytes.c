@@ -1,4 +1,21 @@
-/* A stranger's 80 bytes at the port of a ucp_listener: the connection should be closed, nothing else. */
+/*
+ * Stray bytes at a listener's port
+ *
+ * What happens. ucp_ep_create trusts the bytes of an address (damaged_address.c), and anybody who reaches the port of a
+ * ucp_listener can give it some: the socket connection manager passes on what a stranger sent, and the server ends when
+ * it accepts the request. No peer of UCX is needed, only 80 bytes.
+ *
+ * This program. For each of 16 fill bytes a server, and a plain socket that sends 80 such bytes: the connection should
+ * be closed, nothing else. With 22 and 33 (hexadecimal), which are versions 2 and 3, the server ends by SIGABRT in
+ * ucp_address_unpack_header; with others ucp_ep_create returns UNSUPPORTED.
+ *
+ * Shown with UCX 1.13.1: SIGABRT; UCX 1.22.0: SIGABRT.
+ *
+ * Suggested change. As in damaged_address.c; and a magic number in uct_tcp_sockcm_priv_data_hdr_t
+ * (src/uct/tcp/tcp_sockcm.h), so that strangers are turned away first, as the data port does (UCT_TCP_MAGIC_NUMBER).
+ *
+ * What trio_ucx does. Connections begin on a socket of Trio's. Only Worker.open_listener opens such a port.
+ */
 #include "common.h"
 
 #include <arpa/inet.h>

@@ -1,6 +1,27 @@
 /*
- * A peer makes an endpoint to a server that has no transport for it: the peer's shared memory handles errors, and the
- * server's does not. The server only progresses its worker.
+ * A worker that cannot reach a peer which asks for an endpoint
+ *
+ * What happens. When a peer requests the other end of its endpoint, ucp_wireup_process_request makes an endpoint and
+ * selects lanes. If that fails, it schedules the endpoint's failure. But this endpoint has no configuration yet, so
+ * ucp_ep_get_cm_lane takes entry 65,535 of the worker's configurations:
+ *
+ *     ucp_ep_get_cm_lane <- ucp_ep_set_lanes_failed <- ucp_ep_set_lanes_failed_progress
+ *
+ * The selection fails if the peer's transport reaches the worker, but none of the worker's reaches the peer: their
+ * options differ, or there is a route in one direction only. It also fails if the worker has no configuration left (255
+ * in 1.22). A hostile peer can use them up: it sends 256 addresses of version 2, each with a different segment size.
+ *
+ * This program. A peer whose shared memory handles errors (MM_ERROR_HANDLING) makes an endpoint to a server whose
+ * shared memory does not. The server only progresses its worker, and crashes each time: SIGSEGV in 1.22, an assertion
+ * in 1.13. configurations.c shows the same with configurations that are used up.
+ *
+ * Shown with UCX 1.13.1: SIGABRT; UCX 1.22.0: SIGSEGV.
+ *
+ * Suggested change. src/ucp/wireup/wireup.c: delete an endpoint without configuration where the selection of its lanes
+ * fails (ucp_ep_delete, as ucp_wireup_send_ep_removed does).
+ *
+ * What trio_ucx does. Nothing: UCX answers these requests inside its own progress. authkey= keeps a worker's address
+ * from strangers, and the key gate keeps strangers from the worker's ports.
  */
 #include "common.h"
 
