@@ -161,9 +161,17 @@ def calls(found: Found, transports: Sequence[str]) -> Sheet:
     return Sheet("System calls for one message sent and one received", ["", "calls"], rows)
 
 
-def prices(found: Mapping[str, float]) -> Sheet:
-    rows = [[name, f"{value:,.0f}"] for name, value in found.items() if "MiB" not in name]
-    return Sheet("Single steps, nanoseconds", ["step", "ns"], rows)
+def prices(found: Mapping[str, float], transports: Sequence[str]) -> list[Sheet]:
+    steps_of = {name.partition(": ")[2]: None for name in found if name.startswith(f"{transports[0]}: ")}
+    each = [[step, *(f"{found[f'{transport}: {step}']:,.0f}" for transport in transports)] for step in steps_of]
+    prefixes = tuple(f"{transport}: " for transport in transports)
+    common = [
+        [name, f"{value:,.0f}"] for name, value in found.items() if "MiB" not in name and not name.startswith(prefixes)
+    ]
+    return [
+        Sheet("Single steps, nanoseconds", ["step", "ns"], common),
+        Sheet("Single steps over each transport, nanoseconds", ["step", *transports], each),
+    ]
 
 
 def sums(found: Found, costs: Mapping[str, float], transports: Sequence[str]) -> Sheet:
@@ -250,7 +258,7 @@ def main(given: Sequence[str] | None = None) -> int:
         ladder(figures, transports),
         paths(figures, transports),
         sums(figures, price, transports),
-        prices(price),
+        *prices(price, transports),
         calls(figures, transports),
         large(figures, price, transports),
     ]

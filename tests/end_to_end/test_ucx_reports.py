@@ -1,4 +1,4 @@
-"""ucx-reports.md names the programs that are there. Each has its report, compiles, and shows its fault if that is quick.
+"""ucx-reports.md names the programs that are there. Each has its report, compiles, and shows its fault if that is fast.
 
 A test that fails here after an update of UCX may be good news: UCX has mended the fault.
 """
