@@ -323,7 +323,7 @@ class Trial:
         if connection is not None:
             endpoint = connection.endpoint
         else:
-            self.worker.tag_probe(0)  # or it would drop raw messages: options.md
+            self.worker.tag_probe(0)  # or it would drop raw messages: ucp.md
             endpoint = await open_raw_endpoint(self.worker, self.target)
         self.ends = Ends(TEST, self.board, self.worker, endpoint, connection, None, self.queue)
         if self.descriptor:
