@@ -130,6 +130,7 @@ def raises(function: Callable[..., Any], cls: type | None, deep: int = 2) -> boo
 
 def resolve(reference: str, owner: type | None) -> Any:
     """What a reference in a docstring of ``owner`` means; None if there is no such thing."""
+    reference = reference.removeprefix(".")  # in Sphinx: wherever it is
     for scope in (owner, *MODULES, builtins):
         thing: Any = scope
         for part in reference.split("."):
