@@ -23,7 +23,8 @@ tools_of() { # GROUP: a virtual environment with a dependency group of pyproject
 
 build() { # FOLDER: the sdist, and from it a wheel without a tag for manylinux, in $work
     python -m build --sdist --outdir "$1" "$root" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
-    printf '#!/bin/sh\nexec %q cc -target %s-linux-gnu.2.28 "$@"\n' \
+    # Debian's pyconfig.h includes <x86_64-linux-gnu/...>: /usr/include, too, but after the headers of glibc 2.28.
+    printf '#!/bin/sh\nexec %q cc -target %s-linux-gnu.2.28 "$@" -idirafter /usr/include\n' \
         "$(python -c 'import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).with_name("zig"))')" \
         "$(uname -m)" >"$work/cc"
     chmod +x "$work/cc"
