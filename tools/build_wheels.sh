@@ -5,8 +5,8 @@
 #     tools/build_wheels.sh repair WHEEL FOLDER    what cibuildwheel has built: gives it its tag, and checks it
 #     tools/build_wheels.sh check FILE...          what must hold for every sdist and wheel before it is published
 #
-# .github/workflows/wheels.yml runs the last two; there cibuildwheel compiles in manylinux's containers. Without one, zig
-# (a wheel on PyPI) compiles against the symbols of glibc 2.28. PYTHON names a Python 3.11 or newer with Python.h.
+# .github/workflows/wheels.yml runs the last two; there cibuildwheel compiles in manylinux's containers. Without one,
+# zig (a wheel on PyPI) compiles against the symbols of glibc 2.28. PYTHON names a Python 3.11 or newer with Python.h.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
