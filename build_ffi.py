@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sysconfig
 from pathlib import Path
 
 from cffi import FFI
@@ -130,8 +129,6 @@ def make_builder() -> FFI:
         libraries=["ucp", "ucs"],
         extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra", *for_development(), *compiler_arguments],
         extra_link_args=[*link_arguments, *(f"-Wl,-rpath,{path}" for path in search_path)],
-        # cffi sets Py_LIMITED_API itself where the interpreter has a stable ABI.
-        py_limited_api=not sysconfig.get_config_var("Py_GIL_DISABLED"),
     )
     return ffi
 

@@ -28,6 +28,14 @@ def libucx() -> list[str]:
     return LIBUCX[choice]
 
 
+def refuse_free_threading() -> None:
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise SystemExit(
+            f"trio_ucx: {sys.executable} is a free-threaded Python, for which trio_ucx is not made: "
+            "install it with a CPython that has the GIL"
+        )
+
+
 class Build(build_ext):
     def run(self) -> None:
         compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
@@ -45,6 +53,7 @@ class Build(build_ext):
         super().run()
 
 
+refuse_free_threading()
 setup(
     cffi_modules=["build_ffi.py:make_builder"],
     cmdclass={"build_ext": Build},

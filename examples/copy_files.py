@@ -1,6 +1,6 @@
 """Copies a directory tree from one process to another, several files at a time, with checksums and a progress bar.
 
-    pip install trio_ucx[cli]
+    pip install '.[cli]'
     python examples/copy_files.py receive DEST              prints the address that it listens at, takes one tree, ends
     python examples/copy_files.py send SOURCE HOST:PORT
 

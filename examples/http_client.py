@@ -1,6 +1,6 @@
 """An HTTP/1.1 client over UCX, for http_server.py: GET, or POST of a file whose answer may come while it is sent.
 
-    pip install trio_ucx[examples]
+    pip install '.[examples]'
     python examples/http_client.py HOST:PORT /some/file -o FILE         without -o to stdout
     python examples/http_client.py HOST:PORT /echo --data FILE
     python examples/http_client.py HOST:PORT /some/file --tls CAFILE    trusts these certificates only

@@ -1,6 +1,6 @@
 """An HTTP/1.1 server over UCX: h11 knows HTTP, trio.SSLStream knows TLS, and neither sees that there is no socket.
 
-    pip install trio_ucx[examples]
+    pip install '.[examples]'
     python examples/http_server.py DIRECTORY                    prints the address that it listens at
     python examples/http_server.py DIRECTORY --tls CERT KEY     two PEM files
     python examples/http_server.py DIRECTORY --tcp              over TCP, for curl: `run` shows the difference

@@ -1,6 +1,6 @@
 """Remote procedure calls, with trio_ucx.rpc: a service of four methods, and a client for the command line.
 
-    pip install trio_ucx[rpc]
+    pip install '.[rpc]'
     python examples/rpc.py serve [--listen HOST:PORT]                 prints the address that it listens at
     python examples/rpc.py call HOST:PORT METHOD ['{"name": value}']  prints the result
 

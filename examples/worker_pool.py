@@ -1,6 +1,6 @@
 """A pool of worker processes, on this or other machines, that fans tasks out and survives the loss of workers.
 
-    pip install trio_ucx[examples]
+    pip install '.[examples]'
     python examples/worker_pool.py demo [--workers N] [--tasks M] [--kill-one]    computes a picture in N processes
     python examples/worker_pool.py work HOST:PORT                                 joins a pool, at any time
 

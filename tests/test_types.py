@@ -42,7 +42,7 @@ def test_options_of_both_sides_are_those_that_both_functions_have() -> None:
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
 def test_checker_refuses_misuses_and_accepts_correct_uses(checker: str) -> None:
     if importlib.util.find_spec(checker) is None:
-        pytest.skip(f"{checker} is not installed: pip install 'trio_ucx[dev]'")
+        pytest.skip(f"{checker} is not installed: pip install -e '.[dev]'")
     files = ["tests/misuses.py", "tests/correct_uses.py"]
     checked = subprocess.run([sys.executable, "-m", checker, *files], cwd=TESTS.parent, capture_output=True, text=True)
     found = re.findall(r"(\w+\.py):(\d+):.* error: ", checked.stdout)

@@ -10,10 +10,9 @@
 
     body, content_type = metrics.text(), metrics.CONTENT_TYPE   # or served by a server of the program's own
 
-Needs prometheus_client, which ``pip install 'trio_ucx[metrics]'`` installs. The servers are those that
-:func:`trio_ucx.serve_ucx` runs, in all threads. The workers are those that have Connections, without those that were
-opened for another worker (``isolate=True``), whose Connections count with it. The series of a server or worker end with
-it.
+Needs prometheus_client (the extra ``metrics``). The servers are those that :func:`trio_ucx.serve_ucx` runs, in all
+threads. The workers are those that have Connections, without those that were opened for another worker
+(``isolate=True``), whose Connections count with it. The series of a server or worker end with it.
 
 All metrics can be read in any thread, also while Trio's loop is blocked. Nothing is counted for them: they are what
 :meth:`trio_ucx.Server.statistics` and :meth:`trio_ucx.ucp.Worker.statistics` return. metrics.md lists them.
@@ -31,7 +30,7 @@ try:
     from prometheus_client.registry import Collector
 except ModuleNotFoundError as _error:
     raise ModuleNotFoundError(
-        f"trio_ucx.metrics needs prometheus_client ({_error}): pip install 'trio_ucx[metrics]'", name=_error.name
+        f"trio_ucx.metrics needs prometheus_client ({_error}): pip install prometheus_client", name=_error.name
     ) from _error
 
 from ._handshake.registry import named_workers

@@ -1,13 +1,19 @@
-"""Building and installing: requirements, errors when something is missing, and the contents of the sdist."""
+"""Building and installing: requirements, errors when something is missing, metadata, and the contents of the sdist."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
+from email.message import Message
+from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +77,13 @@ def test_without_ucxs_headers_the_build_says_so(source: Path) -> None:
     words = last_line(run(f"sys.modules['libucx'] = None\n{BUILD}", source))
     assert words.startswith("trio_ucx: building it needs UCX's headers")
     assert "TRIO_UCX_SYSTEM_UCX=1" in words
+
+
+def test_a_free_threaded_python_is_refused(source: Path) -> None:
+    code = "import sysconfig; sysconfig.get_config_var = {'Py_GIL_DISABLED': 1}.get"
+    words = last_line(run(f"{code}\n{BUILD.replace('build_ext', 'egg_info')}", source))
+    assert words.startswith(f"trio_ucx: {sys.executable} is a free-threaded Python")
+    assert "install it with a CPython that has the GIL" in words
 
 
 def test_warnings_are_errors_only_where_asked_for(source: Path) -> None:
@@ -145,20 +158,22 @@ print([name for name in ("tu_worker_create", "tu_endpoint_flush", "tu_put", "tu_
     assert run(code, source).stdout == "['tu_worker_create', 'tu_endpoint_flush']\n"
 
 
-def requirements(source: Path, **variables: str) -> tuple[list[str], list[str]]:
-    """What building a wheel requires, and which UCX the wheel requires without extras."""
+def metadata(source: Path, **variables: str) -> Message:
+    """The metadata of a wheel."""
     code = """
-import pathlib, tempfile, build_backend
-print(build_backend.get_requires_for_build_wheel())
-with tempfile.TemporaryDirectory() as folder:
-    metadata = pathlib.Path(folder, build_backend.prepare_metadata_for_build_wheel(folder), "METADATA").read_text()
-wanted = [line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
-print([one for one in wanted if "libucx" in one and "extra" not in one])
+import pathlib, build_backend
+print(pathlib.Path(build_backend.prepare_metadata_for_build_wheel('.'), "METADATA"))
 """
     result = run(code, source, **variables)
     assert result.returncode == 0, result.stderr
-    to_build, to_run = result.stdout.splitlines()[0], result.stdout.splitlines()[-1]
-    return eval(to_build), eval(to_run)
+    return Parser().parsestr((source / result.stdout.splitlines()[-1]).read_text())
+
+
+def requirements(source: Path, **variables: str) -> tuple[list[str], list[str]]:
+    """What building a wheel requires, and which UCX the wheel requires without extras."""
+    to_build = run("import build_backend; print(build_backend.get_requires_for_build_wheel())", source, **variables)
+    wanted = metadata(source, **variables).get_all("Requires-Dist", [])
+    return eval(to_build.stdout), [one for one in wanted if "libucx" in one and "extra" not in one]
 
 
 @pytest.mark.sample(1)
@@ -193,3 +208,67 @@ def test_the_sdist_holds_the_project(source: Path) -> None:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     assert tracked_files() - packed - {".gitignore"} == set()
     assert not [name for name in packed if name.endswith((".so", ".pyc", "_ucx.c"))]
+
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_metadata(source: Path) -> None:
+    read = metadata(source)
+    assert (read["Name"], read["License-Expression"], read["Author"]) == (
+        "trio_ucx",
+        "BSD-3-Clause",
+        "The trio_ucx authors",
+    )
+    assert read.get_all("License-File") == ["LICENSE"]
+    assert read["Description-Content-Type"] == "text/markdown" and str(read.get_payload()).startswith("# trio_ucx")
+    urls = dict(url.split(", ") for url in read.get_all("Project-URL", []))
+    assert list(urls) == ["Homepage", "Documentation", "Source", "Changelog", "Issues"]
+    assert all(url.startswith("https://") for url in urls.values())
+
+
+def console_script(*arguments: str, first: str = "pass") -> subprocess.CompletedProcess[str]:
+    """What the script does that pip makes of the entry point, after a line. (``.ci/run`` uses the real one.)"""
+    module, _, function = PROJECT["project"]["scripts"]["trio-ucx"].partition(":")
+    script = f"import sys; sys.argv[0] = '/bin/trio-ucx'; {first}; import {module} as m; sys.exit(m.{function}())"
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_console_script() -> None:
+    done = console_script("info", "--json")
+    assert (done.returncode, done.stderr) == (0, "") and "ucx" in json.loads(done.stdout)
+    wrong = console_script("perf", "-x")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("usage: trio-ucx ")
+
+
+def test_what_ucx_prints_is_no_result() -> None:
+    noisy = "import os, trio_ucx.__main__ as m; m.main = lambda: print('result') or os.write(1, b'noise') - 5"
+    done = console_script(first=noisy)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "result\n", "noise")
+
+
+def test_python_versions_are_those_that_are_tested() -> None:
+    """By GitHub's workflows, from the lowest on: the default tests, and the wheel."""
+    pattern = r"Programming Language :: Python :: (3\.\d+)$"
+    versions = [found[1] for each in PROJECT["project"]["classifiers"] if (found := re.match(pattern, each))]
+    assert PROJECT["project"]["requires-python"] == f">={versions[0]}"
+    assert f"python: {versions}".replace("'", '"') in (ROOT / ".github/workflows/tests.yml").read_text()
+    tested = [f"cp{version.replace('.', '')}-manylinux*" for version in versions]
+    assert PROJECT["tool"]["cibuildwheel"]["build"].split() == tested
+
+
+def test_wheels_are_built_by_one_script() -> None:
+    script = "tools/build_wheels.sh"
+    assert PROJECT["tool"]["cibuildwheel"]["repair-wheel-command"].startswith(f"{{project}}/{script} repair ")
+    assert f"run: {script} check dist/*\n" in (ROOT / ".github/workflows/wheels.yml").read_text()
+    assert f"{script} ../dist" in (ROOT / ".ci/run").read_text()
+
+
+def test_the_version_is_stated_once() -> None:
+    version = PROJECT["project"]["version"]
+    code = [file for file in tracked_files() if file.endswith(".py") and not file.startswith("tests/")]
+    assert [file for file in code if version in (ROOT / file).read_text()] == []
+    assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    wheels = re.findall(r"trio_ucx-([\d.]+)-cp", (ROOT / "docs/start/install.md").read_text())
+    assert set(wheels) == {version}

@@ -1,4 +1,4 @@
-"""The command line, ``python -m trio_ucx``.
+"""The command line, ``python -m trio_ucx`` or ``trio-ucx``.
 
     errors         errors that are not bugs
     info           the command info: what UCX offers on this machine, and the configuration in force
@@ -24,6 +24,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from .._version import __version__
 from . import info, mesh, perf, report
@@ -31,7 +32,8 @@ from .errors import AlreadyReported, describe, is_expected, leaves
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trio_ucx", description="Networking over UCX, for Trio.")
+    called = "trio-ucx" if Path(sys.argv[0]).name == "trio-ucx" else "python -m trio_ucx"
+    parser = argparse.ArgumentParser(prog=called, description="Networking over UCX, for Trio.")
     parser.add_argument("--version", action="version", version=f"trio_ucx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     info.add_command(commands)

@@ -12,7 +12,7 @@
         value = await client.call("get", key="a", timeout=2)
 
 A call is one message each way in a conversation (:meth:`trio_ucx.Connection.open_conversation`), which is kept for the
-next call. Arguments and results are msgpack with msgspec (``pip install trio_ucx[rpc]``), otherwise JSON; arrays and
+next call. Arguments and results are msgpack with msgspec (the extra ``rpc``), otherwise JSON; arrays and
 buffers go beside them without a copy. ``rpc.md`` is the chapter about it.
 """
 

@@ -124,7 +124,7 @@ def decode_message(data: bytes) -> tuple[Codec, int, Any, ReceivedBuffers | None
     codec = CODECS.get(data[0])
     if codec is None:
         if data[0] == _MSGPACK:
-            raise BadMessage("a message in msgpack, but msgspec is not installed here: pip install trio_ucx[rpc]")
+            raise BadMessage("a message in msgpack, but msgspec is not installed here: pip install msgspec")
         raise BadMessage(f"a message in an unknown encoding, {data[0]}")
     _, kind, size = _PREFIX.unpack_from(data)
     if not size:

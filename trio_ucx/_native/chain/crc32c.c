@@ -26,7 +26,13 @@ static uint32_t bytewise(uint32_t crc, const unsigned char *data, size_t length)
 }
 
 #if defined(__x86_64__)
-__attribute__((target("sse4.2"))) static uint32_t by_instruction(uint32_t crc, const unsigned char *data,
+#ifdef __clang__ /* for GCC, the instruction belongs to SSE 4.2; for Clang, it is a feature of its own */
+#define TARGET "sse4.2,crc32"
+#else
+#define TARGET "sse4.2"
+#endif
+
+__attribute__((target(TARGET))) static uint32_t by_instruction(uint32_t crc, const unsigned char *data,
                                                                  size_t length)
 {
     uint64_t eight, wide = crc;

@@ -38,7 +38,7 @@ def warn_if_unknown() -> None:
         known = ".".join(map(str, NEWEST_KNOWN))
         warnings.warn(
             f"UCX {ucx.release} ({ucx.file}) is newer than {known}, the newest release that this trio_ucx knows. "
-            "Use a newer trio_ucx (pip install --upgrade trio_ucx), or an older UCX "
+            "Use a newer trio_ucx, or an older UCX "
             f"(pip install 'libucx-cu12<{NEWEST_KNOWN[0]}.{NEWEST_KNOWN[1] + 1}')",
             RuntimeWarning,
             stacklevel=2,

@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Builds the sdist and, from it, the wheel for this machine's processor, and checks both. Linux, glibc 2.28 or newer.
+#
+#     tools/build_wheels.sh [FOLDER]               all of it, without a container; results into FOLDER (dist)
+#     tools/build_wheels.sh repair WHEEL FOLDER    what cibuildwheel has built: gives it its tag, and checks it
+#     tools/build_wheels.sh check FILE...          what must hold for every sdist and wheel before it is published
+#
+# .github/workflows/wheels.yml runs the last two; there cibuildwheel compiles in manylinux's containers. Without one,
+# zig (a wheel on PyPI) compiles against the symbols of glibc 2.28. PYTHON names a Python 3.11 or newer with Python.h.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+platform=manylinux_2_28_$(uname -m)
+unset TRIO_UCX_SYSTEM_UCX TRIO_UCX_LIBUCX # a published wheel depends on libucx-cu12
+
+tools_of() { # GROUP: a virtual environment with a dependency group of pyproject.toml
+    "${PYTHON:-python3}" -m venv "$work/tools"
+    PATH=$work/tools/bin:$PATH
+    python -m pip install -q --disable-pip-version-check 'pip>=25.1' # the first that knows --group
+    python -m pip install -q --group "$root/pyproject.toml:$1"
+}
+
+build() { # FOLDER: the sdist, and from it a wheel without a tag for manylinux, in $work
+    python -m build --sdist --outdir "$1" "$root" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
+    # Debian's pyconfig.h includes <x86_64-linux-gnu/...>: /usr/include, too, but after the headers of glibc 2.28.
+    printf '#!/bin/sh\nexec %q cc -target %s-linux-gnu.2.28 "$@" -idirafter /usr/include\n' \
+        "$(python -c 'import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).with_name("zig"))')" \
+        "$(uname -m)" >"$work/cc"
+    chmod +x "$work/cc"
+    # LDSHARED, because Python's own may name folders of this machine.
+    CC=$work/cc LDSHARED="$work/cc -shared" LDFLAGS=-Wl,--strip-debug \
+        python -m pip wheel --no-deps --wheel-dir "$work" "$1"/trio_ucx-*.tar.gz >"$work/log" 2>&1 ||
+        { cat "$work/log"; exit 1; }
+}
+
+repair() { # WHEEL FOLDER: UCX is not bundled, as libucx-cu12 has it; newer symbols than the platform's are refused
+    auditwheel repair --only-plat --plat "$platform" --exclude 'libuc*.so*' --wheel-dir "$2" "$1"
+    local wheel=$2/$(basename "$1" | sed "s/-linux_[^-]*$/-$platform/").whl path
+    auditwheel show --ldpaths "$work" "$wheel" # not the system's UCX, whose symbols are newer
+    abi3audit --strict "$wheel"
+    python -m zipfile -e "$wheel" "$work/unpacked"
+    path=$(patchelf --print-rpath "$work"/unpacked/trio_ucx/_native/_ucx.abi3.so)
+    # shellcheck disable=SC2016
+    [ "$path" = '$ORIGIN/../../libucx/lib' ] || { echo "the compiled module looks for libraries in $path" >&2; exit 1; }
+    check "$wheel"
+}
+
+check() {
+    twine check --strict "$@"
+    for file in "$@"; do
+        [[ $file != *.whl ]] || check-wheel-contents "$file"
+    done
+}
+
+case ${1:-} in
+repair | check)
+    tools_of check-wheels
+    "$@"
+    ;;
+*)
+    folder=${1:-dist}
+    mkdir -p "$folder"
+    rm -f "$folder"/trio_ucx-*
+    tools_of build-wheels
+    build "$folder"
+    repair "$work"/trio_ucx-*.whl "$folder"
+    check "$folder"/*.tar.gz
+    ;;
+esac
