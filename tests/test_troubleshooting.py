@@ -33,13 +33,14 @@ REASONS = re.compile(
     r"_handshake/(client|control_sockets|exchange|handshake|server)|_link/closing|_report/(causes|network)|rpc/_client|"
     r"ucp/(_transports|_connecting)|ucp/_quirks/(key_gate|shared_memory)|_native/__init__"
 )
-#: Modules without an entry: commands that print what to do themselves, and those in which an error is the program's.
-WITHOUT_ENTRIES = re.compile(r"_cli/|testing/|ucp/chains/|_arrays/|anyio\.py|ucp/blocks")
+#: Modules without an entry: those that say themselves what to do, and those in which an error is the program's.
+WITHOUT_ENTRIES = re.compile(r"_cli/|testing/|ucp/(chains/|blocks)|_arrays/|(anyio|metrics)\.py")
 #: Texts that need no entry, and why.
 NO_ENTRY = {
     r"(?!nothing)\w+ing ": "says what UCX was doing; UCX's status follows, which has an entry",
     r"<trio_ucx|trio_ucx [a-z ]+ (\(efd|of|at|with) |unclosed ": "a repr, or the name of a thread or task",
-    r"/|[\w/.*]+$| (\(|since)|the byte stream$|by the peer$|it has none$|\{\}, for its": "a path, a name, an addition",
+    r"/|[\w/.*]+$": "a path or a name",
+    r" (\(|since)|the byte stream$|by the peer$|it (has none|gives no reason)$|\{\}, for its": "an addition to a text",
 }
 
 
