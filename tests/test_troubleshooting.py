@@ -105,8 +105,8 @@ def _texts_of(file: Path) -> Iterator[Text]:
             skipped.update(each for each in node.values if isinstance(each, ast.Constant))
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             skipped.add(node.value)
-        if node not in skipped and (text := _template(node)) is not None:
-            yield Text(name, getattr(node, "lineno", 0), text, inside.get(node, ""))
+        if node not in skipped and (template := _template(node)) is not None:
+            yield Text(name, getattr(node, "lineno", 0), template, inside.get(node, ""))
 
 
 TEXTS = [
