@@ -167,6 +167,21 @@ async def test_both_have_a_pid_namespace_of_their_own() -> None:
     (await meet(Side(under), Side(under))).assert_tcp()
 
 
+async def test_namespaces_are_joined() -> None:
+    """As in containers with ``--ipc``, ``--pid`` and ``--network`` of another one."""
+    holder = [*unshare("ipc", "net", "pid"), "sh", "-c", "ip link set lo up && echo && exec sleep 600"]
+    with subprocess.Popen(holder, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"\n"
+            [first] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            join = ["nsenter", f"--target={first}", "--net"]
+            joined = Side([*join, "--ipc", "--pid", "unshare", "--mount", "--mount-proc"])
+            (await meet(joined, joined)).assert_shared_memory()
+            (await meet(Side(join), joined)).assert_tcp()
+        finally:
+            process.kill()
+
+
 @pytest.mark.full
 async def test_users_differ(tmp_path: Path) -> None:
     under = as_user(65534)

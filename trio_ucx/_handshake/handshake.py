@@ -476,7 +476,7 @@ class Handshake:
             case Again():
                 self.fail(NeedsAnotherWorker(self.label))
             case _:
-                self.fail(ConnectionResetError(errno.ECONNRESET, f"{self.label} gave up the connection"))
+                self.fail(ConnectionResetError(errno.ECONNRESET, f"{self.label} gave up the connection: see its log"))
 
     def refusal(self, refused: Refused) -> OSError:
         """The exception for a connection that the peer has refused."""

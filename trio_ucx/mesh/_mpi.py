@@ -72,7 +72,9 @@ async def broadcast(value: bytes | None, root: int = 0, *, size: int | None = No
                 f"the launcher's ({library})"
             )
         if (value is None) == (world.Get_rank() == root):
-            raise RuntimeError(f"rank {world.Get_rank()} of MPI does not have the rank that its launcher told")
+            raise RuntimeError(
+                f"rank {world.Get_rank()} of MPI has another rank for its launcher: let the ranks meet at host:port"
+            )
         length = bytearray((len(value) if value is not None else 0).to_bytes(8, "big"))
         await _finish(world, length, root, MPI)
         data = bytearray(value if value is not None else int.from_bytes(length, "big"))
@@ -115,7 +117,9 @@ def _initialise() -> Any:
             mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise RuntimeError(f"mpi4py cannot be used: {error}") from error
+        raise RuntimeError(
+            f"mpi4py cannot be used: {error}. Install one for the launcher's MPI, or let the ranks meet at host:port"
+        ) from error
     if MPI.Is_finalized():
         raise RuntimeError("this program has finalised MPI already; MPI cannot be started twice")
     if not MPI.Is_initialized():
@@ -134,7 +138,9 @@ def _init_thread(MPI: Any) -> None:
     provided = ctypes.c_int()
     status = function(None, None, ctypes.c_int(MPI.THREAD_MULTIPLE), ctypes.byref(provided))
     if status != MPI.SUCCESS:
-        raise RuntimeError(f"MPI_Init_thread failed: {MPI.Get_error_string(status)}")
+        raise RuntimeError(
+            f"MPI_Init_thread failed: {MPI.Get_error_string(status)}. Let the ranks meet at host:port, without MPI"
+        )
     for communicator in (MPI.COMM_SELF, MPI.COMM_WORLD):
         communicator.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py does: its errors are exceptions
 
