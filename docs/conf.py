@@ -95,6 +95,12 @@ def split_attributes(app: Any, what: str, name: str, thing: Any, options: Any, l
     lines[:] = "\n".join(lines).split("\n")
 
 
+def show_file_names(app: Any, document: str, source: list[str]) -> None:
+    """Gives each block that the reader writes to a file the name of the file as its caption."""
+    source[0] = re.sub(r"<!-- file: (.*?) -->\n+```(\w+)\n", r"```{code-block} \2\n:caption: \1\n\n", source[0])
+
+
 def setup(app: Any) -> None:
+    app.connect("source-read", show_file_names)
     app.connect("autodoc-process-docstring", split_attributes, priority=900)
     app.connect("autodoc-process-signature", public_signature)
