@@ -19,13 +19,12 @@ def losses(output: str) -> list[float]:
     return [float(found) for found in re.findall(r"^loss (\S+),", output, re.MULTILINE)]
 
 
-@pytest.mark.parametrize(("number", "lines"), [(0, 2), (1, 0)])
-def test_program_of_the_documentation(tmp_path: Path, number: int, lines: int) -> None:
-    assert len(programs("docs/reference/mesh.md")) == 2
+def test_program_of_the_documentation(tmp_path: Path) -> None:
+    [text] = programs("docs/reference/mesh.md")
     program = tmp_path / "program.py"
-    program.write_text(programs("docs/reference/mesh.md")[number])
+    program.write_text(text)
     with ranks(3, tmp_path, program) as started:
-        assert started.finish().count("\n") == 3 * lines
+        assert started.finish() == ""
 
 
 def test_ring_all_reduce(tmp_path: Path) -> None:
