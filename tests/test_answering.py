@@ -192,3 +192,11 @@ async def test_bad_arguments() -> None:
             await connection.request(b"xx", max_size=3)
         assert await connection.request(b"x", max_size=2) == b"xx"
         assert await connection.request([b"\0a", b"b"]) == b"\0ab\0ab"
+
+
+def test_logs_and_reports_name_the_function() -> None:
+    async def square(request: bytes) -> bytes:
+        raise NotImplementedError
+
+    name = "test_logs_and_reports_name_the_function.<locals>.square"
+    assert trio_ucx.answering(square).__qualname__ == f"answering({name})"

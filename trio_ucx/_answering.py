@@ -8,7 +8,7 @@ import trio
 
 from ._channels import Channel
 from ._connection import Connection
-from ._server import Handler
+from ._server import Handler, name_of
 from ._util.arguments import check_integer
 from .ucp._internal_api import Buffer
 
@@ -37,6 +37,7 @@ def answering(function: Callable[[bytes], Awaitable[Buffer]], *, limit: int = 10
     async def handler(connection: Connection) -> None:
         await _Answering(connection, function, limit).run()
 
+    handler.__qualname__ = f"answering({name_of(function)})"  # for logs and reports
     return handler
 
 

@@ -289,7 +289,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
         if self._on_error == "raise" or not isinstance(error, Exception):
             return False
         if self._on_error == "log":
-            logger.error("%r: the handler %s failed", connection, _name(self._handler), exc_info=error)
+            logger.error("%r: the handler %s failed", connection, name_of(self._handler), exc_info=error)
         else:
             _call_user(self._on_error, connection, error)
         return True
@@ -335,13 +335,13 @@ def _log_end(handler: Handler, connection: Connection, own: BaseException, raise
     """
     in_order = isinstance(own, _IN_ORDER) or connection._link.life.peer_closes
     where = innermost_place(own) or innermost_place(raised)
-    stood = f"at {where}" if where else "after it had returned"
+    end = f"ended at {where}" if where else "had returned, and the connection was being closed"
     level = logging.DEBUG if in_order else logging.WARNING
-    logger.log(level, "%r: %s. The handler %s ended %s", connection, own, _name(handler), stood)
+    logger.log(level, "%r: %s. The handler %s %s", connection, own, name_of(handler), end)
 
 
-def _name(handler: Handler) -> str:
-    return getattr(handler, "__qualname__", None) or repr(handler)
+def name_of(function: Callable[..., object]) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
 
 
 # ---- signals ----
