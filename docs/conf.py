@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import enum
+import importlib
+import inspect
 import re
 import tempfile
 import zlib
 from importlib.metadata import version as version_of
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import attrs
+from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
 
 from trio_ucx._util.handles import OpenedNotConstructed
 
@@ -95,12 +103,40 @@ def split_attributes(app: Any, what: str, name: str, thing: Any, options: Any, l
     lines[:] = "\n".join(lines).split("\n")
 
 
+class Public(SphinxDirective):
+    """Shows public names of a module: ``{public} MODULE``, and the names, or all of them if none is given."""
+
+    required_arguments = 1
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        module = importlib.import_module(self.arguments[0])
+        names = " ".join(self.content).split() or module.__all__
+        lines = ["```{eval-rst}", *(line for name in names for line in self.shown(module, name)), "```"]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+    def shown(self, module: ModuleType, name: str) -> list[str]:
+        thing, qualified = getattr(module, name), f"{module.__name__}.{name}"
+        if not inspect.isclass(thing):
+            return [f".. auto{'function' if inspect.isroutine(thing) else 'data'}:: {qualified}", ""]
+        lines = [f".. autoclass:: {qualified}", "   :members:", "   :show-inheritance:"]
+        ours = [base for base in thing.__mro__[1:] if base.__module__.startswith("trio_ucx")]
+        if any(not member.startswith("_") for base in ours for member in vars(base)):
+            others = [base.__name__ for base in thing.__mro__ if not base.__module__.startswith("trio_ucx")]
+            lines.append(f"   :inherited-members: {', '.join(others)}")
+        described = "Attributes:" in (thing.__doc__ or "")
+        if not described and (issubclass(thing, enum.Enum | dict) or attrs.has(thing)):
+            lines.append("   :undoc-members:")
+        return [*lines, ""]
+
+
 def show_file_names(app: Any, document: str, source: list[str]) -> None:
     """Gives each block that the reader writes to a file the name of the file as its caption."""
     source[0] = re.sub(r"<!-- file: (.*?) -->\n+```(\w+)\n", r"```{code-block} \2\n:caption: \1\n\n", source[0])
 
 
 def setup(app: Any) -> None:
+    app.add_directive("public", Public)
     app.connect("source-read", show_file_names)
     app.connect("autodoc-process-docstring", split_attributes, priority=900)
     app.connect("autodoc-process-signature", public_signature)
