@@ -23,8 +23,9 @@ import attrs
 from benchmarks.options import Figure
 from trio_ucx import connect
 from trio_ucx._cli.local_pair import open_server
-from trio_ucx._cli.measuring import Advance, half_trips, messages_a_second, repeat
-from trio_ucx._cli.perf_protocol import PerfClient, RoundKind
+from trio_ucx._cli.measuring import Advance, repeat
+from trio_ucx._cli.perf_protocol import PerfClient
+from trio_ucx._cli.rounds import RoundKind
 from trio_ucx.ucp import open_worker
 
 ROUNDS = 5
@@ -136,10 +137,10 @@ async def open_client(transports: str, config: Mapping[str, str]) -> AsyncIterat
 async def measure(client: PerfClient, figure: Figure, seconds: float) -> float:
     """Returns microseconds, messages a second, or 10**6 bytes a second."""
     kind = RoundKind.LATENCY if figure.what == "latency" else RoundKind.STREAM
-    timings = await repeat(client, kind, figure.size, None, seconds, lambda share: None)
+    [measured] = await repeat(client, kind, figure.size, None, seconds, lambda share: None)
     if figure.what == "latency":
-        return statistics.median(half_trips(timings))
-    rate = messages_a_second(timings)
+        return statistics.median(measured.half_trips)
+    rate = measured.messages_a_second
     return rate if figure.what == "rate" else rate * figure.size / 1e6
 
 

@@ -308,6 +308,7 @@ def test_control_messages_of_perf(shape: str) -> None:
         perf_protocol._port: 1,
         perf_protocol._true: True,
         perf_protocol._flag: True,
+        perf_protocol._packed: "00",
     }
     values: dict[Callable[[Any], Any], Any] = readers
     message = {name: values[read] for name, read in perf_protocol.SHAPES[shape].items()}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
 import os
 import platform
 import pty
 import re
+import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -19,13 +23,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import attrs
 import pytest
 import trio
 from helpers import assert_gone, children_of, open_pair, python_path
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._cli import info, main, payload_paths, perf, perf_protocol
+from trio_ucx._cli import completion, info, main, payload_paths, perf, perf_plot, perf_protocol, perf_results, rounds
 from trio_ucx._cli.errors import PerfError, describe
 
 from .programs import AUTHKEY, QUICK, TIMEOUT, listening_address, read_line, run_cli, start_cli
@@ -139,7 +144,8 @@ def test_resources_of_other_machines() -> None:
 def check_results(results: list[dict[str, Any]], sizes: list[int]) -> None:
     assert [result["size"] for result in results] == sizes
     for result in [*results, *(result["plain_tcp"] for result in results)]:
-        assert all(value > 0 for name, value in result.items() if name != "plain_tcp"), result
+        ignored = ("plain_tcp", "operation", "back_mb_s")
+        assert all(value > 0 for name, value in result.items() if name not in ignored and name != "advantages"), result
         assert result["latency_median_us"] <= result["latency_p99_us"]
         assert result["bandwidth_mb_s"] == pytest.approx(result["messages_s"] * result["size"] / 1e6)
 
@@ -162,47 +168,51 @@ def test_perf(transports: str, wanted: set[str]) -> None:
 def test_perf_as_a_table() -> None:
     done = run_cli("perf", "--sizes", "8,1k", "--seconds", "0.05", "--transports", "tcp")
     assert (done.returncode, done.stderr) == (0, "")
-    header, _, table = done.stdout.partition("\n\n")
+    header, table, answer = done.stdout.split("\n\n")
     assert re.search(r"^transports: tcp\b", header, re.MULTILINE)
-    titles, *rows = table.splitlines()
-    assert titles.split() == ["bytes", "median", "us", "p99", "us", "MB/s", "messages/s"]
-    assert [row.split()[:-4] for row in rows] == [["8"], ["8", "TCP"], ["1k"], ["1k", "TCP"]]
-    assert all(float(number.replace(",", "")) > 0 for row in rows for number in row.split()[-4:])
+    operation, titles, *rows = table.splitlines()
+    assert operation == "messages"
+    assert titles.split() == ["bytes", "median", "us", "p99", "us", "MB/s", "messages/s", "CPU", "us"]
+    words = [row.replace(" x", "").split() for row in rows]
+    assert [row[:-5] for row in words] == [
+        *(["8"], ["8", "TCP"], ["advantage"]),
+        *(["1k"], ["1k", "TCP"], ["advantage"]),
+    ]
+    assert all(float(number.replace(",", "")) > 0 for row in words for number in row[-5:])
+    assert re.match(r"Is UCX worth it here\? (Yes|No|Partly)\. Beside plain TCP:\n  messages, latency: ", answer)
 
 
 def test_plain_tcp_that_cannot_be_had() -> None:
-    """A server of another release does not know it, and a port may be closed to the client: the rest is measured."""
+    """A port may be closed to the client: the rest is measured."""
 
     async def main() -> None:
-        async with open_ends() as (client, server):
-            async with client.plain_tcp({**server, "plain": 0}) as why_not:
-                assert why_not == "the other side is trio_ucx 0.1.0, whose perf cannot"
+        async with open_ends() as client:
             for error in (ConnectionRefusedError("refused"), trio.BrokenResourceError("refused")):
                 with mock.patch.object(trio, "open_tcp_stream", side_effect=error):
-                    async with client.plain_tcp(server) as why_not:
+                    async with client.plain_tcp() as why_not:
                         assert why_not == "refused"
-                        assert (await client.run_next(perf_protocol.RoundKind.LATENCY, 8, 3)).total > 0
+                        assert (await client.run_next(rounds.RoundKind.LATENCY, 8, 3)).total > 0
             with mock.patch.object(trio, "open_tcp_listeners", side_effect=OSError("no port")):
-                async with client.plain_tcp(server) as why_not:
+                async with client.plain_tcp() as why_not:
                     assert why_not == "the other side: it cannot listen at another port: no port"
             with (
                 mock.patch.object(payload_paths, "STREAM_PATIENCE", 0.2),
                 mock.patch.object(perf_protocol, "connect_stream", connected_elsewhere),
             ):
-                async with client.plain_tcp(server) as why_not:
+                async with client.plain_tcp() as why_not:
                     assert re.fullmatch(r"the other side: nobody has connected to port \d+ with the token", why_not)
-                    assert (await client.run_next(perf_protocol.RoundKind.LATENCY, 8, 3)).total > 0
-            async with client.plain_tcp(server) as why_not:
+                    assert (await client.run_next(rounds.RoundKind.LATENCY, 8, 3)).total > 0
+            async with client.plain_tcp() as why_not:
                 assert why_not == ""
-                for kind in perf_protocol.RoundKind:
+                for kind in rounds.RoundKind:
                     assert (await client.run_next(kind, 70_000, 3, plain=True)).total > 0
 
     trio.run(main)
 
 
 def test_warning_of_busy_cores() -> None:
-    assert perf.crowded(0.96) == ["WARNING: only 1.0 cores are free for two processes: the figures will vary"]
-    assert perf.crowded(1.95) == []
+    assert perf_results.crowded(0.96) == ["WARNING: only 1.0 cores are free for two processes: the figures will vary"]
+    assert perf_results.crowded(1.95) == []
 
 
 async def connected_elsewhere(connection: trio_ucx.Connection, port: int, token: str) -> trio.SocketStream:
@@ -216,7 +226,7 @@ def test_a_stranger_at_the_plain_port() -> None:
     """Only the stream with the token is taken."""
 
     async def main() -> None:
-        async with open_ends() as (client, server), trio.open_nursery() as nursery:
+        async with open_ends() as client, trio.open_nursery() as nursery:
             connect_stream = payload_paths.connect_stream
             strangers: list[trio.SocketStream] = []
 
@@ -230,9 +240,9 @@ def test_a_stranger_at_the_plain_port() -> None:
                 return await connect_stream(connection, port, token)
 
             with mock.patch.object(perf_protocol, "connect_stream", after_strangers):
-                async with client.plain_tcp(server) as why_not:
+                async with client.plain_tcp() as why_not:
                     assert why_not == ""
-                    assert (await client.run_next(perf_protocol.RoundKind.STREAM, 8, 100, plain=True)).total > 0
+                    assert (await client.run_next(rounds.RoundKind.STREAM, 8, 100, plain=True)).total > 0
             for stranger in strangers:
                 nursery.start_soon(stranger.aclose)
 
@@ -240,23 +250,26 @@ def test_a_stranger_at_the_plain_port() -> None:
 
 
 @asynccontextmanager
-async def open_ends() -> AsyncIterator[tuple[perf_protocol.PerfClient, dict[str, Any]]]:
-    """Yields the client's end of a measurement, whose server is here, and the server's hello."""
+async def open_ends() -> AsyncIterator[perf_protocol.PerfClient]:
+    """Yields the client's end of a measurement, whose server is here."""
     with trio.fail_after(TIMEOUT):
-        async with ucp.open_worker(config={"TLS": "tcp"}) as worker, trio.open_nursery() as nursery:
-            turn = trio.Lock()
-            [server] = await nursery.start(
-                partial(
-                    trio_ucx.serve_ucx,
-                    lambda connection: perf_protocol.serve(connection, turn),
-                    0,
-                    host="127.0.0.1",
-                    worker=worker,
-                )
-            )
-            async with trio_ucx.connect(server.address, worker=worker) as connection:
-                client = perf_protocol.PerfClient(connection)
-                yield client, await client.introduce()
+        config = {"TLS": "tcp"}
+        async with (
+            ucp.open_worker(config=config) as worker,
+            ucp.open_worker(config=config) as other,
+            trio.open_nursery() as nursery,
+        ):
+            server_end = perf_protocol.PerfServer()
+
+            async def serve(connection: trio_ucx.Connection) -> None:
+                with contextlib.suppress(PerfError):  # the client gets it, too
+                    await server_end.serve(connection)
+
+            [server] = await nursery.start(partial(trio_ucx.serve_ucx, serve, 0, host="127.0.0.1", worker=worker))
+            async with trio_ucx.connect(server.address, worker=other) as connection:
+                with contextlib.closing(perf_protocol.PerfClient(connection)) as client:
+                    await client.introduce()
+                    yield client
             nursery.cancel_scope.cancel()
 
 
@@ -276,8 +289,14 @@ def test_server_serves_one_client_after_another_until_ctrl_c() -> None:
                 assert (client.returncode, errors) == (0, "")
                 check_results(json.loads(output)["results"], [8, 1024, 65536])
         server.send_signal(signal.SIGINT)
-        assert server.communicate(timeout=TIMEOUT) == ("", "")
-        assert server.returncode == 130
+        output, errors = server.communicate(timeout=TIMEOUT)
+        assert (server.returncode, errors) == (130, "")
+        came, left = output.splitlines()[:2]
+        time, client = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", r"client 127\.0\.0\.1:\d+"
+        assert re.fullmatch(rf"{time} {client} came: trio_ucx \S+, UCX \S+, process \d+ of \S+", came)
+        measured = "241 messages over UCX, 240 messages over plain TCP; 8 to 64k bytes"
+        assert re.fullmatch(rf"{time} {client}: left after [\d.]+ s; {measured}", left)
+        assert len(output.splitlines()) == 8
 
 
 @pytest.mark.full
@@ -346,14 +365,14 @@ def test_keys_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_server_survives_a_lost_client() -> None:
     with start_cli("perf", "--listen", "127.0.0.1:0") as server:
         address = listening_address(server)
-        with start_cli("perf", address, "--seconds", "30") as client:
+        with start_cli("perf", address, "--seconds", "30", "--connections", "3") as client:
             read_line(client)
             client.kill()
         done = run_cli("perf", address, *QUICK, "--json")
         assert (done.returncode, done.stderr) == (0, "")
         server.send_signal(signal.SIGINT)
         _, errors = server.communicate(timeout=TIMEOUT)
-        assert re.fullmatch(r"client .*\n", errors)
+        assert re.fullmatch(r"[-\d]+ [:\d]+ client 127\.0\.0\.1:\d+: .*\n", errors)
 
 
 #: Imported by every Python process with it on its path: payload number 50 of one end arrives with one bit flipped.
@@ -399,11 +418,11 @@ def test_corrupted_data_fail(end: str, method: str, kind: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("mistake", ["stale", "swapped", "lost"])
 def test_verification(mistake: str) -> None:
-    payloads = perf_protocol.Payloads()
+    payloads = rounds.Payloads()
     for shift in (0, 1):
-        round = perf_protocol.Round(perf_protocol.RoundKind.STREAM, "seed", 16, 10, shift)
-        pieces, places = payloads.prepare(round)
-        arriving = list(pieces)
+        round = rounds.Round(rounds.RoundKind.STREAM, "seed", 16, 10, shift)
+        [sent], [places] = payloads.prepare(round)
+        arriving = list(sent.pieces)
         if shift == 1:
             with pytest.raises(PerfError, match="wrong data"):  # what the round before left there
                 payloads.verify(round)
@@ -413,7 +432,7 @@ def test_verification(mistake: str) -> None:
                 arriving[4:] = [*arriving[5:], arriving[-1]]
             else:
                 del arriving[9]
-        for piece, place in zip(arriving, places, strict=False):
+        for piece, place in zip(arriving, places.pieces, strict=False):
             place[:] = piece
         if shift == 0:
             payloads.verify(round)
@@ -423,26 +442,44 @@ def test_verification(mistake: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"size": 2**31}, {"size": 0}, {"count": 10**6}, {"count": True, "size": "8"}, {"shift": -1}, {"kind": "x"}],
+    [
+        {"size": 2**31},
+        {"size": 0},
+        {"count": 10**6},
+        {"count": True, "size": "8"},
+        {"shift": -1},
+        {"kind": "x"},
+        {"operation": "x"},
+        {"flows": 0},
+        {"flows": 2**20},
+        {"size": 2**30, "count": 2, "flows": 2},
+    ],
 )
 def test_server_refuses_senseless_rounds(change: dict[str, Any]) -> None:
-    good = {"kind": "stream", "seed": "a", "size": 8, "count": 3, "shift": 5}
-    assert perf_protocol.Round.from_message(good).count == 3
+    good = GOOD["kind"]
+    assert rounds.Round.from_message(good).count == 3
     with pytest.raises(PerfError, match="an invalid round"):
-        perf_protocol.Round.from_message({**good, **change})
+        rounds.Round.from_message({**good, **change})
     with pytest.raises(PerfError, match="an invalid round"):
-        perf_protocol.Round.from_message({"kind": "stream"})
+        rounds.Round.from_message({"kind": "stream"})
 
 
 GOOD: dict[str, dict[str, Any]] = {
-    "perf": {"perf": 1, "plain": 1, "trio_ucx": "0.1", "ucx": "1.22"},
-    "kind": {"kind": "stream", "seed": "a", "size": 8, "count": 3, "shift": 5, "plain": True},
+    "perf": {"perf": 2, "trio_ucx": "0.1", "ucx": "1.22", "session": "a"},
+    "join": {"join": "a"},
+    "kind": {
+        **{"kind": "stream", "seed": "a", "size": 8, "count": 3, "shift": 5, "plain": True},
+        **{"operation": "messages", "flows": 1, "both": False},
+    },
+    "go": {"go": True},
+    "memory": {"memory": "00ff"},
+    "done": {"done": True},
     "tcp": {"tcp": True},
     "plain_port": {"plain_port": 65535, "token": "a"},
     "closed": {"closed": True, "why": ""},
     "ready": {"ready": True},
     "received": {"received": True},
-    "verified": {"verified": True},
+    "verified": {"verified": True, "cpu_ns": 5},
     "error": {"error": "no"},
 }
 
@@ -456,10 +493,10 @@ def test_control_messages() -> None:
             return perf_protocol.read_message(bytearray(json.dumps(message).encode()), entry)
 
         found = read({**good, "more": [[]]})
-        assert found is not None and json.loads(json.dumps(found)) == good
+        assert found is not None and json.loads(json.dumps(found, default=bytes.hex)) == good
         for name in good:
             rest = {each: value for each, value in good.items() if each != name}
-            assert name == "plain" or read(rest) is None
+            assert name == "session" or read(rest) is None
             for bad in (
                 None,
                 -1,
@@ -472,7 +509,9 @@ def test_control_messages() -> None:
                 [[[], "y"]],
             ):
                 assert read({**good, name: bad}) is None, (name, bad)
-            if isinstance(good[name], str):
+            if name == "memory":
+                assert read({**good, name: "0x"}) is None
+            elif isinstance(good[name], str):
                 long = read({**good, name: "\x1b]0;title\x07\n\ud800\u202e\u009b" + "x" * 5000})
                 assert long is not None and long[name].isprintable() and len(long[name]) == 1000
     for data in (b"[" * 16000, b'{"perf":' * 2000, b"", b"\xff", b"1" * 16000, b"{}", b"[]", b'"perf"', b"null"):
@@ -509,7 +548,7 @@ def test_no_client_ends_the_server_or_reaches_its_terminal() -> None:
         server.send_signal(signal.SIGINT)
         _, errors = server.communicate(timeout=TIMEOUT)
     lines = errors.splitlines()
-    assert len(lines) == len(everything) and all(line.startswith("client ") for line in lines), errors
+    assert len(lines) == len(everything) and all(re.match(r"[-\d]+ [:\d]+ client ", line) for line in lines), errors
     assert all(line.isprintable() for line in lines) and "100000 bytes is too long" in lines[0]
 
 
@@ -519,7 +558,7 @@ async def test_other_programs_are_told() -> None:
 
             async def handle(connection: trio_ucx.Connection) -> None:
                 with pytest.raises(PerfError, match="is it trio_ucx's perf"):
-                    await perf_protocol.serve(connection, trio.Lock())
+                    await perf_protocol.PerfServer().serve(connection)
 
             [listener, *_] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
             async with trio_ucx.connect(("127.0.0.1", listener.address[1])) as connection:
@@ -543,7 +582,7 @@ async def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> No
                 with pytest.raises(PerfError, match="no answer from the server"):
                     await client.introduce()
                 with pytest.raises(PerfError, match="did not end in"):
-                    await client.run(perf_protocol.Round(perf_protocol.RoundKind.LATENCY, "seed", 8, 1, 0))
+                    await client.run(rounds.Round(rounds.RoundKind.LATENCY, "seed", 8, 1, 0))
             nursery.cancel_scope.cancel()
 
 
@@ -636,19 +675,40 @@ def test_no_process_outlives_a_killed_command() -> None:
         (["perf", "--allow-anyone", "host:1"], "is for --listen"),
         (["perf", "--authkey-file", "/dev/null"], "with an ADDRESS"),
         (["perf", "--listen", "0", "--authkey-file", "x", "--allow-anyone"], "not allowed with"),
+        (["perf", "--operation", "puts,x"], "'x' is none of messages, puts, gets, active-messages, stream"),
+        (["perf", "-t", ""], "'' is none of"),
+        (["perf", "--connections", "0"], "'0' is no number from 1 to 1024"),
+        (["perf", "-P", "1025"], "'1025' is no number from 1 to 1024"),
+        (["perf", "-P", "64", "--connections", "64"], "--connections times --parallel is at most 1024"),
+        (["perf", "-P", "2", "-t", "messages,stream"], "--parallel is not for the stream"),
+        (["perf", "--bidirectional", "-t", "puts"], "--bidirectional is not for puts and gets"),
+        (["perf", "--sizes", "8,1G", "-P", "2"], "2 messages of 1G at the same time are more than 1G"),
+        (["perf", "--csv", "--json"], "not allowed with"),
+        (["perf", "--listen", "0", "--csv", "-P", "2"], "the client chooses --parallel, --csv"),
+        (["perf", "--plot", "x.doc"], "the name must end with one of .avif, .eps"),
+        (["perf", "--plot", "/nowhere/x.png"], "there is no folder /nowhere"),
+        (["perf", "--nonsense\n\x1b[2J"], "perf: error: unknown arguments: --nonsense??[2J; see"),
+        (["completion", "sh"], "invalid choice: 'sh'"),
+        (["report"], "required: PID"),
+        (["mesh", "--ranks", "x", "y"], "'x' is not a number of processes"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(arguments)
     assert exit.value.code == 2
-    assert complaint in capsys.readouterr().err
+    output, errors = capsys.readouterr()
+    assert complaint in errors and output == ""
+    assert errors.count("\n") == 1 and errors.endswith(" --help\n")
 
 
 def test_wrong_arguments_of_a_process() -> None:
     done = run_cli("perf", "--sizes", "big")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith("argument --sizes: 'big' is not a message size: write bytes, as in 8,1k,64k,1M\n")
+    assert done.stderr == (
+        "python -m trio_ucx perf: error: argument --sizes: 'big' is not a message size: write bytes, as in 8,1k,64k,1M"
+        "; see python -m trio_ucx perf --help\n"
+    )
 
 
 def test_sizes() -> None:
@@ -696,7 +756,7 @@ def test_progress_on_a_terminal() -> None:
             output, _ = process.communicate(timeout=TIMEOUT)
     finally:
         os.close(ours)
-    assert b"1k bytes (2 of 3)" in shown
+    assert b"messages, 1k bytes (2 of 3)" in shown
     check_results(json.loads(output)["results"], [8, 1024, 65536])
 
 
@@ -705,3 +765,236 @@ def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     with perf.progress_bar("8 bytes") as advance:
         advance(0.5)
     assert capsys.readouterr() == ("", "")
+
+
+OPERATIONS = "messages,puts,gets,active-messages,stream"
+
+
+@pytest.mark.both_transports
+@pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
+def test_operations(transports: str) -> None:
+    """Each is measured, over UCX and plain TCP, with one flow and with several."""
+    for more, flows in (([], 1), (["--connections", "2", "-P", "3"], 6)):
+        names = OPERATIONS if flows == 1 else OPERATIONS.removesuffix(",stream")
+        options = ["-t", names, "--sizes", "8,70000", "--iterations", "20", "--transports", transports]
+        done = run_cli("perf", "--json", *options, *more)
+        assert (done.returncode, done.stderr) == (0, "")
+        report = json.loads(done.stdout)
+        assert report["connections"] * report["parallel"] == flows
+        check_results(report["results"], [8, 70000] * len(names.split(",")))
+        assert list(dict.fromkeys(result["operation"] for result in report["results"])) == names.split(",")
+        assert all(result["latency_messages"] == result["stream_messages"] == 20 for result in report["results"])
+        assert all(set(result["advantages"]) == {"latency", "p99", "bandwidth", "cpu"} for result in report["results"])
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("transports", ["tcp", "tcp,sm,self"])
+def test_both_ways(transports: str) -> None:
+    options = ["-t", "messages,active-messages,stream", "--sizes", "8,300000", "--seconds", "0.05"]
+    done = run_cli("perf", "--json", "--bidirectional", "--connections", "2", "--transports", transports, *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["bidirectional"] is True
+    check_results(report["results"], [8, 300000] * 3)
+    for result in report["results"]:
+        assert result["back_mb_s"] > 0 and result["plain_tcp"]["back_mb_s"] > 0
+    header, table, _ = run_cli("perf", "--bidirectional", *QUICK).stdout.split("\n\n")
+    assert "both sides send at the same time" in header and "MB/s back" in table
+
+
+def test_fewer_messages_than_flows() -> None:
+    done = run_cli("perf", "--json", "-P", "5", "--iterations", "3", "--sizes", "8", "-t", "messages,puts")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(result["stream_messages"] == 3 for result in json.loads(done.stdout)["results"])
+
+
+def test_csv_and_plot(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    done = run_cli(
+        *("perf", *QUICK, "--csv", "--plot", str(tmp_path / "all.svg"), "-t", "messages,gets"),
+        PYTHONWARNINGS="",
+        MPLCONFIGDIR=str(tmp_path),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert [(row["operation"], row["size"], row["path"]) for row in rows] == [
+        (operation, size, path)
+        for operation in ("messages", "gets")
+        for size in ("8", "1024", "65536")
+        for path in ("ucx", "plain_tcp")
+    ]
+    for row in rows:
+        assert float(row["bandwidth_mb_s"]) == pytest.approx(float(row["messages_s"]) * int(row["size"]) / 1e6)
+        assert float(row["latency_median_us"]) > 0 and float(row["cpu_us"]) > 0
+    text = (tmp_path / "all.svg").read_text()
+    assert text.startswith("<?xml") and "svg" in text and matplotlib is not None
+
+
+def some_result(operation: str = "messages", size: int = 8, times: float = 1.0, **plain: float) -> perf_results.Result:
+    """A result whose advantage over plain TCP is ``times``."""
+    fields = {"back_mb_s": 0.0, "messages_s": 1e5, "latency_cpu_us": 4.0, "latency_messages": 9, "stream_messages": 9}
+    tcp = perf_results.Result(
+        operation, size, latency_median_us=10.0, latency_p99_us=20.0, bandwidth_mb_s=100.0, cpu_us=5.0, **fields
+    )
+    return attrs.evolve(
+        tcp,
+        latency_median_us=10 / times,
+        latency_p99_us=20 / times,
+        bandwidth_mb_s=100 * times,
+        cpu_us=5 / times,
+        plain_tcp=tcp,
+    )
+
+
+def test_csv_has_the_same_numbers_as_json() -> None:
+    result = some_result(times=3)
+    out = io.StringIO()
+    perf_results.write_csv([result], out)
+    [ours, plain] = csv.DictReader(io.StringIO(out.getvalue()))
+    for row, wanted in ((ours, result.as_dict()), (plain, result.as_dict()["plain_tcp"])):
+        for name in row.keys() - {"path"}:
+            assert row[name] == str(wanted[name])
+
+
+@pytest.mark.parametrize(("suffix", "begins"), [("png", b"\x89PNG"), ("PDF", b"%PDF"), ("svg", b"<?xml")])
+def test_plot_by_suffix(suffix: str, begins: bytes, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"plot.{suffix}"
+    results = [some_result(size=size, times=2) for size in (1024, 8)]
+    perf_plot.save(perf_plot.new_figure(file), [*results, attrs.evolve(results[0], plain_tcp=None)], "title", file)
+    assert file.read_bytes().startswith(begins)
+
+
+def test_missing_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit):
+        main(["perf", "--plot", "x.png"])
+    assert "--plot: it needs matplotlib: pip install 'trio_ucx[plot]'; see" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 1
+    assert capsys.readouterr().err.endswith("completion: this needs shtab: pip install 'trio_ucx[cli]'\n")
+
+
+@pytest.mark.parametrize(
+    ("times", "answer", "words"),
+    [
+        ([2, 3.04], "Yes", "better for all sizes (2.0 to 3.0 x)"),
+        ([0.5, 0.5], "No", "worse for all sizes (0.50 x)"),
+        ([1, 1], "No", "much the same for all sizes"),
+        ([1, 20], "Yes", "better for 64k (20 x), much the same for 8"),
+        ([2, 0.5], "Partly", "better for 8 (2.0 x), worse for 64k (0.50 x)"),
+    ],
+)
+def test_verdict(times: list[float], answer: str, words: str) -> None:
+    results = [some_result(size=size, times=each) for size, each in zip((8, 65536), times, strict=True)]
+    said = perf_results.verdict(results, 2)
+    assert "Repeat" not in said and "Repeat this when more than 1.2 cores" in perf_results.verdict(results, 1.2)
+    assert said.splitlines()[:3] == [
+        f"Is UCX worth it here? {answer}. Beside plain TCP:",
+        f"  messages, latency: {words}",
+        f"  messages, bandwidth: {words}",
+    ]
+    cpu = statistics.geometric_mean(times)
+    share = "much the same" if cpu == 1 else f"{1 / cpu:.1f} x as much" if cpu < 1.1 else f"{1 / cpu:.2f} x as much"
+    assert f"CPU for each message: {share}" in said
+    unknown = [attrs.evolve(result, plain_tcp=None) for result in results]
+    assert perf_results.verdict(unknown, 2) == "Is UCX worth it here? Unknown: plain TCP was not measured."
+    assert len(perf_results.row_text(unknown[0], False).splitlines()) == 1
+
+
+@pytest.mark.full
+def test_listening_in_json_and_ctrl_c_at_the_client() -> None:
+    with start_cli("perf", "--listen", "127.0.0.1:0", "--json", PYTHONWARNINGS="") as server:
+        address = json.loads(read_line(server))["listening"]
+        assert run_cli("perf", address, *QUICK, "--connections", "3", "-t", "messages,puts").returncode == 0
+        visit = json.loads(read_line(server))
+        assert (visit["connections"], visit["sizes"], visit["error"]) == (3, [8, 1024, 65536], None)
+        assert visit["messages"]["puts over UCX"] == 240 and visit["seconds"] > 0
+        with start_cli("perf", address, "--seconds", "30", PYTHONWARNINGS="") as client:
+            read_line(client)
+            client.send_signal(signal.SIGINT)
+            assert client.communicate(timeout=TIMEOUT)[1] == "" and client.returncode == 130
+        assert json.loads(read_line(server))["client"].startswith("127.0.0.1:")
+        with start_cli("perf", address, "--seconds", "30") as client:  # and at the server
+            read_line(client)
+            server.send_signal(signal.SIGINT)
+            lost = server.communicate(timeout=TIMEOUT)[1]  # the client before
+            assert server.returncode == 130 and lost.count("\n") == 1 and " client 127.0.0.1:" in lost
+            errors = client.communicate(timeout=TIMEOUT)[1]
+            assert client.returncode == 1 and errors.count("\n") == 1 and "Traceback" not in errors
+
+
+async def test_another_release_is_told() -> None:
+    with trio.fail_after(TIMEOUT):
+        async with trio.open_nursery() as nursery:
+
+            async def handle(connection: trio_ucx.Connection) -> None:
+                with pytest.raises(PerfError, match="has version 2, trio_ucx 0.9 has version 1. Install the same"):
+                    await perf_protocol.PerfServer().serve(connection)
+
+            [listener, *_] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
+            for message, answer in (
+                ({"perf": 1, "plain": 1, "trio_ucx": "0.9", "ucx": "1"}, "the protocols of perf differ"),
+            ):
+                async with trio_ucx.connect(("127.0.0.1", listener.address[1])) as connection:
+                    await connection.send(json.dumps(message).encode())
+                    with pytest.raises(PerfError, match=f"the other side says: {answer}"):
+                        await perf_protocol.hear(connection, "perf")
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_session_that_is_not_there() -> None:
+    with trio.fail_after(TIMEOUT):
+        async with trio.open_nursery() as nursery:
+
+            async def handle(connection: trio_ucx.Connection) -> None:
+                with pytest.raises(PerfError, match="no such session"):
+                    await perf_protocol.PerfServer().serve(connection)
+
+            [listener, *_] = await nursery.start(trio_ucx.serve_ucx, handle, 0)
+            async with trio_ucx.connect(("127.0.0.1", listener.address[1])) as connection:
+                with pytest.raises(PerfError, match="the other side says: there is no such session"):
+                    await perf_protocol.PerfClient(connection).join(connection, {"session": "a"})
+            nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("operation", list(rounds.PerfOperation))
+def test_verification_of_each_operation(operation: rounds.PerfOperation) -> None:
+    """A client that sends other data than the server expects is found out, and so is the server."""
+
+    async def main() -> None:
+        async with open_ends() as client:
+            round = rounds.Round(rounds.RoundKind.STREAM, "seed", 8, 10, 0, operation=operation)
+            wrong = attrs.evolve(round, seed="another")
+            prepare, expected = client._payloads.prepare, client._payloads.expected
+            with (
+                mock.patch.object(client._payloads, "prepare", lambda _: prepare(wrong)),
+                mock.patch.object(client._payloads, "expected", lambda _: expected(wrong)),
+                pytest.raises(PerfError, match="wrong data arrived: message 1 of 10"),
+            ):
+                await client.run(round)
+
+    trio.run(main)
+
+
+# ---- completion ----
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "trio-ucx" in script and "bidirectional" in script and "until-stdin-closes" not in script
+
+
+def test_completion_in_bash(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    if shutil.which("bash") is None:
+        pytest.skip("no bash")
+    assert main(["completion", "bash"]) == 0
+    ask = """COMP_WORDS=(trio-ucx perf --bi); COMP_CWORD=2
+        $(complete -p trio-ucx | sed 's/.* -F \\([^ ]*\\).*/\\1/'); echo "${COMPREPLY[@]}" """
+    script = f"{capsys.readouterr().out}\n{ask}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "--bidirectional", done

@@ -5,13 +5,17 @@
     privileges     what the kernel lets this process do and use
     sizes          message sizes, as people write them
     idle_cores     how many cores other programs leave idle
-    payload_paths  what carries the payloads of a measurement: a Connection, or plain TCP beside it
-    perf_protocol  what the client and the server of a measurement say to each other, and how they verify data
+    rounds         the payloads of a measurement, and how they are verified
+    payload_paths  what carries the payloads of a measurement: Connections, or plain TCP beside them
+    perf_protocol  what the client and the server of a measurement say to each other
     measuring      measuring for a number of seconds or messages, with a progress bar
     local_pair     a client and a server as processes of this machine
-    perf           the command perf: server, client, results
+    perf_results   what perf prints
+    perf_plot      what perf draws
+    perf           the command perf: server and client
     report         the command report: asks another process for its report
     mesh           the command mesh: starts the ranks of a mesh on this machine
+    completion     the command completion: a script for the shell
     here           the commands and their exit status
 
 It may import everything but ``testing``. Results go to stdout, everything else to stderr. The exit status is 0, 1 after
@@ -24,28 +28,45 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
+from .._util.text import printable
 from .._version import __version__
-from . import info, mesh, perf, report
+from . import completion, info, mesh, perf, report
 from .errors import AlreadyReported, describe, is_expected, leaves
 
 
-def make_parser() -> argparse.ArgumentParser:
-    called = "trio-ucx" if Path(sys.argv[0]).name == "trio-ucx" else "python -m trio_ucx"
-    parser = argparse.ArgumentParser(prog=called, description="Networking over UCX, for Trio.")
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {printable(message)}; see {self.prog} --help\n")
+
+
+def program() -> str:
+    """Returns how this command was called."""
+    return "trio-ucx" if Path(sys.argv[0]).name == "trio-ucx" else "python -m trio_ucx"
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    parser = Parser(prog=prog, description="Networking over UCX, for Trio.")
     parser.add_argument("--version", action="version", version=f"trio_ucx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     info.add_command(commands)
     perf.add_command(commands)
     report.add_command(commands)
     mesh.add_command(commands)
+    completion.add_command(commands, partial(make_parser, "trio-ucx"))
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
-    arguments = make_parser().parse_args(argv)
+    arguments, unknown = make_parser(program()).parse_known_args(argv)
+    if unknown:
+        Parser(prog=arguments.prog).error(f"unknown arguments: {' '.join(unknown)}")
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()

@@ -23,10 +23,14 @@ class NoReport(Exception):
     """Another process has given no report; the text says why."""
 
 
+class MissingPackage(Exception):
+    """An optional package is not installed; the text says how to install it."""
+
+
 #: Errors whose text tells the user what to do.
 EXPECTED = (
     *(OSError, UCXError, OptionError, MemoryError, trio.BrokenResourceError, trio.EndOfChannel),
-    *(PerfError, NoReport),
+    *(PerfError, NoReport, MissingPackage),
 )
 
 

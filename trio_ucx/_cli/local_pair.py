@@ -83,13 +83,17 @@ def transport_options(transports: str | None) -> list[str]:
 
 
 def client_options(arguments: argparse.Namespace) -> list[str]:
-    options = ["--json"] if arguments.json else []
+    options = []
+    for name in ("json", "csv", "bidirectional"):
+        if getattr(arguments, name):
+            options.append(f"--{name}")
     if arguments.sizes:
         options.append(f"--sizes={','.join(map(str, arguments.sizes))}")
-    if arguments.iterations:
-        options.append(f"--iterations={arguments.iterations}")
-    if arguments.seconds:
-        options.append(f"--seconds={arguments.seconds}")
+    if arguments.operation:
+        options.append(f"--operation={','.join(operation.value for operation in arguments.operation)}")
+    for name in ("iterations", "seconds", "connections", "parallel", "plot"):
+        if value := getattr(arguments, name):
+            options.append(f"--{name}={value}")
     return options
 
 

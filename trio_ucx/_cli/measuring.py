@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
+import attrs
 import trio
 
 from .. import ucp
-from .perf_protocol import PerfClient, RoundKind, Timing, round_limit
+from .perf_protocol import PerfClient, Timing
+from .rounds import RoundKind, round_limit
 
 DEFAULT_SECONDS = 1.0
 WARM_UP_MESSAGES = 64
+#: How often variants take turns in a measurement. With more, their payloads would be in the caches less often.
+TURNS = 4
 
 #: Reports how much of the measurements is done, from 0 to 1.
 Advance = Callable[[float], None]
@@ -34,40 +39,72 @@ async def repeat(
     iterations: int | None,
     seconds: float | None,
     advance: Advance,
-    *,
-    plain: bool = False,
-) -> list[tuple[Timing, int]]:
-    """Runs rounds for a number of messages or seconds, after a warm-up; returns their times and numbers of messages.
+    variants: Sequence[Mapping[str, Any]] = ({},),
+) -> list[Measured]:
+    """Runs rounds for a number of messages or seconds, after a warm-up; of several variants, by turns.
 
     Args:
-        plain: over plain TCP.
+        variants: further fields of the :class:`Round`.
+
+    Returns:
+        What was measured of each variant.
     """
-    limit = round_limit(size)
-    warm_up = min(WARM_UP_MESSAGES, limit, iterations or limit)
-    warm = await client.run_next(kind, size, warm_up, plain=plain)
-    seconds = seconds or DEFAULT_SECONDS
-    if iterations is None:  # several rounds, even if they are slow
-        limit = max(1, min(limit, int(warm_up * seconds * 1e9 / 4 / warm.total)))
-    timings: list[tuple[Timing, int]] = []
-    done = 0
-    begin = trio.current_time()
-    while True:
-        count = limit if iterations is None else min(limit, iterations - done)
-        timings.append((await client.run_next(kind, size, count, plain=plain), count))
-        done += count
-        share = done / iterations if iterations else (trio.current_time() - begin) / seconds
-        advance(min(share, 1))
-        if share >= 1:
-            return timings
+    all_measured = [Measured() for _ in variants]
+    limits = []
+    for options in variants:
+        limit = round_limit(size, flows := options.get("flows", 1))
+        warm_up = max(flows, min(WARM_UP_MESSAGES, limit, iterations or limit))
+        warm = await client.run_next(kind, size, warm_up, **options)
+        if iterations is None:  # several rounds, even if they are slow
+            nanoseconds = max(warm.total, warm.back)
+            limit = max(flows, min(limit, int(warm_up * (seconds or DEFAULT_SECONDS) * 1e9 / 4 / nanoseconds)))
+        limits.append(limit)
+    shares = [0.0] * len(variants)
+    while min(shares) < 1:
+        number = min(range(len(shares)), key=lambda each: int(shares[each] * TURNS))
+        measured, begin = all_measured[number], trio.current_time()
+        count = limits[number] if iterations is None else min(limits[number], iterations - measured.messages)
+        measured.timings.append(await client.run_next(kind, size, count, **variants[number]))
+        measured.messages += count
+        if iterations is None:
+            shares[number] += (trio.current_time() - begin) / (seconds or DEFAULT_SECONDS)
+        else:
+            shares[number] = measured.messages / iterations
+        advance(sum(min(1, each) for each in shares) / len(shares))
+    return all_measured
 
 
-def half_trips(timings: list[tuple[Timing, int]]) -> list[float]:
-    """Returns half of each round trip in microseconds, the shortest first."""
-    return sorted(nanoseconds / 2000 for timing, _ in timings for nanoseconds in timing.round_trips)
+@attrs.define
+class Measured:
+    """The times of the rounds of one measurement, and the number of messages in all."""
 
+    timings: list[Timing] = attrs.field(factory=list)
+    messages: int = 0
 
-def messages_a_second(timings: list[tuple[Timing, int]]) -> float:
-    return sum(count for _, count in timings) / (sum(timing.total for timing, _ in timings) / 1e9)
+    @property
+    def waits(self) -> list[float]:
+        """The time of each answer in microseconds, the shortest first."""
+        return sorted(nanoseconds / 1000 for timing in self.timings for nanoseconds in timing.round_trips)
+
+    @property
+    def half_trips(self) -> list[float]:
+        """Half of each round trip in microseconds, the shortest first."""
+        return [wait / 2 for wait in self.waits]
+
+    @property
+    def messages_a_second(self) -> float:
+        return self.messages / (sum(timing.total for timing in self.timings) / 1e9)
+
+    @property
+    def messages_back_a_second(self) -> float:
+        """Messages of the server; 0 if it has sent none by itself."""
+        seconds = sum(timing.back for timing in self.timings) / 1e9
+        return self.messages / seconds if seconds else 0.0
+
+    @property
+    def cpu_us(self) -> float:
+        """CPU time of both processes in microseconds for each message of the client."""
+        return sum(timing.cpu for timing in self.timings) / 1000 / self.messages
 
 
 @contextmanager

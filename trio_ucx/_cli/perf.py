@@ -1,4 +1,4 @@
-"""``python -m trio_ucx perf``."""
+"""``trio-ucx perf``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import math
 import os
 import secrets
 import shlex
-import statistics
 import sys
+import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,19 @@ import trio
 from .. import Connection, NotAdmitted, connect, serve_ucx
 from .._opening.authkey import AUTHKEY, AUTHKEY_FILE, DEFAULT_FILE, authkey, read_authkey
 from .._util.socket_addresses import format_address, split_address
-from .._version import __version__
+from . import perf_plot
 from .errors import EXPECTED, describe
 from .idle_cores import count_idle_cores
 from .local_pair import run_pair, transport_options
-from .measuring import DEFAULT_SECONDS, Advance, chosen_worker, half_trips, messages_a_second, progress_bar, repeat
-from .perf_protocol import PerfClient, RoundKind, Timing, serve
-from .sizes import format_size, parse_sizes
+from .measuring import DEFAULT_SECONDS, Advance, Measured, chosen_worker, progress_bar, repeat
+from .perf_protocol import PerfClient, PerfServer, Session
+from .perf_results import Result, header_text, row_text, titles_text, verdict, write_csv
+from .rounds import MAX_FLOWS, PerfOperation, RoundKind
+from .sizes import MAX_SIZE, format_size, parse_sizes
 
 DEFAULT_SIZES = "8,256,4k,64k,1M"
-#: With fewer idle cores, the two processes wait for a core now and then.
-_IDLE = 1.9
+#: Seconds that a client may take to read why it is turned away.
+_LAST_WORDS = 5
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -62,6 +65,52 @@ def parse_positive(convert: Callable[[str], float], what: str) -> Callable[[str]
     return parse
 
 
+def parse_operations(text: str) -> list[PerfOperation]:
+    known = {operation.value: operation for operation in PerfOperation}
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+def parse_flows(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= MAX_FLOWS):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {MAX_FLOWS}")
+    return int(text)
+
+
+# ---- the key ----
+
+
+def add_key_options(parser: argparse.ArgumentParser) -> None:
+    door = parser.add_mutually_exclusive_group()
+    door.add_argument(
+        "--authkey-file", type=Path, metavar="FILE", help="the key that both sides need, 16 bytes or more"
+    )
+    door.add_argument(
+        "--allow-anyone",
+        action="store_true",
+        help="with --listen: let in every client that can reach the port, without a key; it can take over the process",
+    )
+
+
+def find_key(arguments: argparse.Namespace) -> bytes | None:
+    """Returns the key of the options, or of the user.
+
+    Raises:
+        OSError, ValueError: it cannot be used.
+    """
+    if arguments.allow_anyone or (arguments.listen is None and arguments.address is None):
+        return None
+    if file := arguments.authkey_file:
+        return read_authkey(file, f"--authkey-file={file}")
+    return authkey()
+
+
+# ---- the arguments ----
+
+
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "perf",
@@ -80,15 +129,7 @@ def add_command(commands: Any) -> None:
         metavar="[HOST:]PORT",
         help="serve one client after another until Ctrl-C; port 0 chooses a free one",
     )
-    door = parser.add_mutually_exclusive_group()
-    door.add_argument(
-        "--authkey-file", type=Path, metavar="FILE", help="the key that both sides need, 16 bytes or more"
-    )
-    door.add_argument(
-        "--allow-anyone",
-        action="store_true",
-        help="with --listen: let in every client that can reach the port, without a key; it can take over the process",
-    )
+    add_key_options(parser)
     parser.add_argument(
         "--sizes", type=parse_sizes, metavar="SIZES", help=f"message sizes in bytes (default {DEFAULT_SIZES})"
     )
@@ -105,27 +146,46 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--transports", metavar="TLS", help="UCX transports to use, such as tcp or tcp,sm,self (UCX's option TLS)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        *("-t", "--operation"),
+        type=parse_operations,
+        metavar="LIST",
+        help="what to measure, separated by commas: messages (the default); puts and gets, of memory that the server "
+        "has allocated for them; active-messages; stream, the byte stream. Plain TCP answers a put, and is asked for a "
+        "get, with one byte",
+    )
+    parser.add_argument(
+        "--connections",
+        type=parse_flows,
+        metavar="N",
+        help="spread the load over N connections (default 1). Those between two processes share an endpoint of UCX",
+    )
+    parser.add_argument(
+        *("-P", "--parallel"),
+        type=parse_flows,
+        metavar="N",
+        help="N tasks send on each connection at the same time (default 1), each with a tag of its own. Plain TCP has "
+        "a connection for each task",
+    )
+    parser.add_argument(
+        "--bidirectional",
+        action="store_true",
+        help="for bandwidth and rate, both sides send at the same time; not for puts and gets",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object; with --listen, one for each client")
+    form.add_argument("--csv", action="store_true", help="print a row for each operation, size and path")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw latency and bandwidth by size, too; the suffix is the format, .png or .svg, say. Needs the extra "
+        "plot",
+    )
     parser.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
 
     def run(arguments: argparse.Namespace) -> int:
-        if arguments.listen is not None and any((arguments.sizes, arguments.iterations, arguments.seconds)):
-            parser.error("with --listen, the client chooses --sizes, --iterations and --seconds")
-        if arguments.transports is not None and not arguments.transports.strip():
-            parser.error("--transports needs the name of a transport")
-        if arguments.allow_anyone and arguments.listen is None:
-            parser.error("--allow-anyone is for --listen")
-        if arguments.authkey_file and arguments.listen is None and arguments.address is None:
-            parser.error("--authkey-file is for --listen, or with an ADDRESS")
-        try:
-            if arguments.allow_anyone or (arguments.listen is None and arguments.address is None):
-                arguments.authkey = None
-            elif file := arguments.authkey_file:
-                arguments.authkey = read_authkey(file, f"--authkey-file={file}")
-            else:
-                arguments.authkey = authkey()
-        except (OSError, ValueError) as error:
-            parser.error(str(error))
+        check(parser, arguments)
         if arguments.listen is not None:
             return trio.run(run_server, arguments)
         if arguments.address is not None:
@@ -139,23 +199,68 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run, prog=parser.prog)
 
 
+#: The options that the client chooses.
+_OF_CLIENT = (
+    *("sizes", "iterations", "seconds", "operation", "connections", "parallel", "bidirectional", "csv", "plot"),
+)
+
+
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Ends the command if the options do not go together; finds the key."""
+    wrong = [f"--{name}" for name in _OF_CLIENT if getattr(arguments, name)]
+    if arguments.listen is not None and wrong:
+        parser.error(f"with --listen, the client chooses {', '.join(wrong)}")
+    if arguments.transports is not None and not arguments.transports.strip():
+        parser.error("--transports needs the name of a transport")
+    if arguments.allow_anyone and arguments.listen is None:
+        parser.error("--allow-anyone is for --listen")
+    if arguments.authkey_file and arguments.listen is None and arguments.address is None:
+        parser.error("--authkey-file is for --listen, or with an ADDRESS")
+    operations = arguments.operation or [PerfOperation.MESSAGES]
+    if arguments.bidirectional and any(operation.one_sided for operation in operations):
+        parser.error("--bidirectional is not for puts and gets, where only the client acts")
+    if (arguments.parallel or 1) > 1 and PerfOperation.BYTE_STREAM in operations:
+        parser.error("--parallel is not for the stream, on which one task sends: use --connections")
+    flows = (arguments.connections or 1) * (arguments.parallel or 1)
+    if flows > MAX_FLOWS:
+        parser.error(f"--connections times --parallel is at most {MAX_FLOWS}")
+    if max(arguments.sizes or [1]) * flows > MAX_SIZE:
+        parser.error(f"{flows} messages of {format_size(max(arguments.sizes))} at the same time are more than 1G")
+    try:
+        arguments.authkey = find_key(arguments)
+        if arguments.plot:
+            perf_plot.new_figure(arguments.plot)
+    except (OSError, ValueError) as error:
+        parser.error(f"--plot: {error}" if hasattr(arguments, "authkey") else str(error))
+
+
 # ---- the server ----
 
 
 async def run_server(arguments: argparse.Namespace) -> int:
     host, port = arguments.listen
-    turn = trio.Lock()
+    perf_server = PerfServer()
     new_key = None if arguments.authkey or arguments.allow_anyone else secrets.token_hex(16)
     authkey = new_key.encode() if new_key is not None else arguments.authkey
     credentials = {"authkey": authkey, "allow_anyone": arguments.allow_anyone}
 
     async def handle(connection: Connection) -> None:
+        visit = Visit(connection)
         try:
-            await serve(connection, turn)
+            await perf_server.serve(connection, partial(visit.begin, show=not arguments.json and not quiet))
         except* EXPECTED as problem:
-            if not arguments.until_stdin_closes:  # else the client runs on this machine, and prints it
-                print(f"client {connection.remote_address}: {describe(problem)}", file=sys.stderr)
+            visit.error = describe(problem)
+            if not quiet:
+                print(visit.left_text(), file=sys.stderr)
+        with trio.move_on_after(_LAST_WORDS), suppress(*EXPECTED):
+            await connection.aclose()
+        if visit.session is not None and not quiet:
+            if arguments.json:
+                print(json.dumps(visit.as_dict()), flush=True)
+            elif visit.error is None:
+                print(visit.left_text(), flush=True)
 
+    quiet = arguments.until_stdin_closes  # the client runs on this machine, and prints what is wrong
     async with chosen_worker(arguments.transports) as worker, trio.open_nursery() as nursery:
         server = await nursery.start(partial(serve_ucx, handle, port, host=host, worker=worker, **credentials))
         address = format_address(server[0].address)
@@ -173,80 +278,140 @@ async def run_server(arguments: argparse.Namespace) -> int:
 def other_side(arguments: argparse.Namespace, address: tuple[str, int], new_key: str | None) -> str:
     """Returns what to type on the other machine."""
     options = transport_options(arguments.transports)
-    command = shlex.join(["python", "-m", "trio_ucx", "perf", *options, format_address(address)])
+    command = f"{arguments.prog} {shlex.join([*options, format_address(address)])}"
     if new_key is not None:
         return f"on the other machine: {AUTHKEY}={new_key} {command}"
     return f"on the other machine{', with the same key' if arguments.authkey else ''}: {command}"
 
 
-# ---- the client ----
-
-
-@attrs.frozen
-class Result:
-    """What was measured for one size; the latency is half of a round trip, a megabyte 10**6 bytes.
+class Visit:
+    """A client of ``--listen``: who it is, and what became of it.
 
     Attributes:
-        plain_tcp: the same over plain TCP, if that could be had.
+        session: what it measures, once it is its turn.
+        error: why it has left, if not by itself.
     """
 
-    size: int
-    latency_median_us: float
-    latency_p99_us: float
-    bandwidth_mb_s: float
-    messages_s: float
-    latency_messages: int
-    stream_messages: int
-    plain_tcp: Result | None = None
+    def __init__(self, connection: Connection) -> None:
+        self.peer = connection.peer
+        address = connection.remote_address
+        self.address = "(unknown)" if address is None else format_address(address)
+        self.came, self._began = time.strftime("%Y-%m-%d %H:%M:%S"), trio.current_time()
+        self.session: Session | None = None
+        self.error: str | None = None
+
+    def begin(self, session: Session, show: bool) -> None:
+        self.session = session
+        if show:
+            peer = self.peer
+            print(
+                f"{self.came} client {self.address} came: {peer.stated_software}, process {peer.stated_pid} of "
+                f"{peer.stated_host}",
+                flush=True,
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        assert self.session is not None
+        return {
+            "client": self.address,
+            **{name: value for name, value in attrs.asdict(self.peer).items() if name.startswith("stated_")},
+            "came": self.came,
+            "seconds": trio.current_time() - self._began,
+            "connections": len(self.session.paths.connections),
+            "messages": dict(self.session.measured),
+            "sizes": sorted(self.session.sizes),
+            "error": self.error,
+        }
+
+    def left_text(self) -> str:
+        """Says how it has left, and what it has measured."""
+        parts = [f"left after {trio.current_time() - self._began:.1f} s"]
+        if self.error is not None:
+            parts = [self.error]
+        if self.session is not None and self.session.measured:
+            sizes = sorted(self.session.sizes)
+            span = " to ".join(dict.fromkeys((format_size(sizes[0]), format_size(sizes[-1]))))
+            counts = [f"{count:,} {what}" for what, count in self.session.measured.items()]
+            parts += [", ".join(counts), f"{span} bytes"]
+            if (connections := len(self.session.paths.connections)) > 1:
+                parts.append(f"{connections} connections")
+        return f"{time.strftime('%Y-%m-%d %H:%M:%S')} client {self.address}: {'; '.join(parts)}"
+
+
+# ---- the client ----
 
 
 async def run_client(arguments: argparse.Namespace) -> int:
     sizes = arguments.sizes or parse_sizes(DEFAULT_SIZES)
-    async with (
-        chosen_worker(arguments.transports) as worker,
-        connect(arguments.address, worker=worker, authkey=arguments.authkey) as connection,
-    ):
-        client = PerfClient(connection)
+    operations = arguments.operation or [PerfOperation.MESSAGES]
+    connections, parallel, both = arguments.connections or 1, arguments.parallel or 1, arguments.bidirectional
+    as_table = not (arguments.json or arguments.csv)
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(chosen_worker(arguments.transports))
+        connection, *more = [
+            await stack.enter_async_context(connect(arguments.address, worker=worker, authkey=arguments.authkey))
+            for _ in range(connections)
+        ]
+        client = stack.enter_context(closing(PerfClient(connection)))
         server = await client.introduce()
+        for each in more:
+            await client.join(each, server)
         await client.run_next(RoundKind.LATENCY, 8, 1)  # only after a message UCX knows which lanes it uses
-        async with client.plain_tcp(server) as why_not:
-            header = {
-                "server": {
-                    "address": format_address(arguments.address),
-                    "trio_ucx": server["trio_ucx"],
-                    "ucx": server["ucx"],
-                },
-                "transports": [attrs.asdict(one) for one in connection.endpoint.transports],
-                "without_plain_tcp": why_not,
-                "idle_cores": await trio.to_thread.run_sync(count_idle_cores, list(os.sched_getaffinity(0))),
-            }
-            if not arguments.json:
-                print(header_text(header), flush=True)
-            results = []
+        why_not = await stack.enter_async_context(client.plain_tcp(connections * parallel))
+        header = {
+            "server": {
+                "address": format_address(arguments.address),
+                "trio_ucx": server["trio_ucx"],
+                "ucx": server["ucx"],
+            },
+            "transports": [attrs.asdict(one) for one in connection.endpoint.transports],
+            "without_plain_tcp": why_not,
+            "idle_cores": await trio.to_thread.run_sync(count_idle_cores, list(os.sched_getaffinity(0))),
+            "connections": connections,
+            "parallel": parallel,
+            "bidirectional": both,
+        }
+        if as_table:
+            print(header_text(header), flush=True)
+        results = []
+        for operation in operations:
+            if as_table:
+                print(titles_text(operation, both), flush=True)
             for number, size in enumerate(sizes, 1):
-                with progress_bar(f"{format_size(size)} bytes ({number} of {len(sizes)})") as advance:
-                    results.append(await measure(client, size, arguments, not why_not, advance))
-                if not arguments.json:
-                    print(row_text(results[-1]), flush=True)
+                with progress_bar(
+                    f"{operation.value}, {format_size(size)} bytes ({number} of {len(sizes)})"
+                ) as advance:
+                    options = {"operation": operation, "flows": connections * parallel, "both": both}
+                    results.append(await measure(client, size, arguments, options, not why_not, advance))
+                if as_table:
+                    print(row_text(results[-1], both), flush=True)
+    worth_it = verdict(results, header["idle_cores"])
     if arguments.json:
-        print(json.dumps({**header, "results": [attrs.asdict(result) for result in results]}, indent=2))
+        all_results = [result.as_dict() for result in results]
+        print(json.dumps({**header, "results": all_results, "verdict": worth_it}, indent=2))
+    elif arguments.csv:
+        write_csv(results, sys.stdout)
+    else:
+        print(f"\n{worth_it}")
+    if arguments.plot:
+        lanes = ", ".join(dict.fromkeys(one["name"] for one in header["transports"]))
+        title = f"trio_ucx over {lanes}; connections: {connections}, tasks on each: {parallel}"
+        perf_plot.save(perf_plot.new_figure(arguments.plot), results, title, arguments.plot)
     return 0
 
 
 async def measure(
-    client: PerfClient, size: int, arguments: argparse.Namespace, with_plain: bool, advance: Advance
+    client: PerfClient,
+    size: int,
+    arguments: argparse.Namespace,
+    options: dict[str, Any],
+    with_plain: bool,
+    advance: Advance,
 ) -> Result:
-    if not with_plain:
-        return await measure_path(client, size, arguments, False, advance)
-    plain = await measure_path(client, size, arguments, True, lambda share: advance(share / 2))
-    ours = await measure_path(client, size, arguments, False, lambda share: advance((1 + share) / 2))
-    return attrs.evolve(ours, plain_tcp=plain)
+    """Measures UCX, and by turns with it plain TCP."""
+    variants = [{**options, "plain": plain} for plain in ((True, False) if with_plain else (False,))]
 
-
-async def measure_path(
-    client: PerfClient, size: int, arguments: argparse.Namespace, plain: bool, advance: Advance
-) -> Result:
-    async def run(kind: RoundKind, begin: float) -> list[tuple[Timing, int]]:
+    async def run(kind: RoundKind, begin: float) -> list[Measured]:
         return await repeat(
             client,
             kind,
@@ -254,61 +419,9 @@ async def measure_path(
             arguments.iterations,
             arguments.seconds,
             lambda share: advance(begin + share / 2),
-            plain=plain,
+            variants,
         )
 
-    latency = await run(RoundKind.LATENCY, 0)
-    stream = await run(RoundKind.STREAM, 0.5)
-    trips = half_trips(latency)
-    rate = messages_a_second(stream)
-    return Result(
-        size=size,
-        latency_median_us=statistics.median(trips),
-        latency_p99_us=trips[math.ceil(0.99 * len(trips)) - 1],
-        bandwidth_mb_s=rate * size / 1e6,
-        messages_s=rate,
-        latency_messages=len(trips),
-        stream_messages=sum(count for _, count in stream),
-    )
-
-
-# ---- what the user sees ----
-
-
-def header_text(header: dict[str, Any]) -> str:
-    lanes = ", ".join(dict.fromkeys("/".join(filter(None, one.values())) for one in header["transports"]))
-    server = header["server"]
-    why_not = header["without_plain_tcp"]
-    lines = [
-        f"trio_ucx {__version__}; server {server['address']} (trio_ucx {server['trio_ucx']}, UCX {server['ucx']})",
-        f"transports: {lanes}",
-        f"plain TCP was not measured: {why_not}" if why_not else "TCP: plain TCP between these processes, with Trio",
-        "latency: half of a round trip; bandwidth and rate: one way, many in flight; MB: 10^6 bytes; data verified",
-        *crowded(header["idle_cores"]),
-        "",
-        f"{'bytes':>12}  {'median us':>10}  {'p99 us':>10}  {'MB/s':>10}  {'messages/s':>11}",
-    ]
-    return "\n".join(lines)
-
-
-def crowded(idle_cores: float) -> list[str]:
-    """A warning, if less than two cores are free."""
-    if idle_cores > _IDLE:
-        return []
-    return [f"WARNING: only {idle_cores:.1f} cores are free for two processes: the figures will vary"]
-
-
-def row_text(result: Result) -> str:
-    """A line, and one for plain TCP if that was measured."""
-    size = format_size(result.size)
-    lines = [_figures(size, result)]
-    if result.plain_tcp is not None:
-        lines.append(_figures(f"{size} TCP", result.plain_tcp))
-    return "\n".join(lines)
-
-
-def _figures(title: str, result: Result) -> str:
-    return (
-        f"{title:>12}  {result.latency_median_us:>10.2f}  {result.latency_p99_us:>10.2f}  "
-        f"{result.bandwidth_mb_s:>10.1f}  {result.messages_s:>11,.0f}"
-    )
+    latency, stream = await run(RoundKind.LATENCY, 0), await run(RoundKind.STREAM, 0.5)
+    *plain, ours = [Result.of(options["operation"], size, *both) for both in zip(latency, stream, strict=True)]
+    return attrs.evolve(ours, plain_tcp=plain[0] if plain else None)
