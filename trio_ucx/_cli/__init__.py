@@ -3,6 +3,8 @@
     errors         errors that are not bugs
     info           the command info: what UCX offers on this machine, and the configuration in force
     privileges     what the kernel lets this process do and use
+    check          the command check: what a machine can check of this machine, and of the way to another host
+    credentials    the key of --listen and of its clients
     sizes          message sizes, as people write them
     idle_cores     how many cores other programs leave idle
     payload_paths  what carries the payloads of a measurement: a Connection, or plain TCP beside it
@@ -28,6 +30,7 @@ from pathlib import Path
 
 from .._version import __version__
 from . import info, mesh, perf, report
+from .check import command as check
 from .errors import AlreadyReported, describe, is_expected, leaves
 
 
@@ -37,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"trio_ucx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     info.add_command(commands)
+    check.add_command(commands)
     perf.add_command(commands)
     report.add_command(commands)
     mesh.add_command(commands)

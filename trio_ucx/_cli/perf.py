@@ -12,16 +12,16 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import attrs
 import trio
 
 from .. import Connection, NotAdmitted, connect, serve_ucx
-from .._opening.authkey import AUTHKEY, AUTHKEY_FILE, DEFAULT_FILE, authkey, read_authkey
+from .._opening.authkey import AUTHKEY
 from .._util.socket_addresses import format_address, split_address
 from .._version import __version__
+from .credentials import ABOUT_KEYS, add_key_options, find_key
 from .errors import EXPECTED, describe
 from .idle_cores import count_idle_cores
 from .local_pair import run_pair, transport_options
@@ -69,8 +69,7 @@ def add_command(commands: Any) -> None:
         description="Measures latency, bandwidth and message rate, beside those of plain TCP, and verifies all data. "
         "Without ADDRESS and --listen between two new processes of this machine.",
         epilog="Two machines: `perf --listen 13337` on one prints what to type on the other, which prints the results. "
-        "Both need the same key: a new one that it prints, or the one in --authkey-file, or the one of this user: in "
-        f"the environment variable {AUTHKEY}, in the file that {AUTHKEY_FILE} names, or in ~/.config/{DEFAULT_FILE}.",
+        + ABOUT_KEYS,
     )
     role = parser.add_mutually_exclusive_group()
     role.add_argument("address", nargs="?", type=parse_address, metavar="ADDRESS", help="host:port of a listening perf")
@@ -80,15 +79,7 @@ def add_command(commands: Any) -> None:
         metavar="[HOST:]PORT",
         help="serve one client after another until Ctrl-C; port 0 chooses a free one",
     )
-    door = parser.add_mutually_exclusive_group()
-    door.add_argument(
-        "--authkey-file", type=Path, metavar="FILE", help="the key that both sides need, 16 bytes or more"
-    )
-    door.add_argument(
-        "--allow-anyone",
-        action="store_true",
-        help="with --listen: let in every client that can reach the port, without a key; it can take over the process",
-    )
+    add_key_options(parser)
     parser.add_argument(
         "--sizes", type=parse_sizes, metavar="SIZES", help=f"message sizes in bytes (default {DEFAULT_SIZES})"
     )
@@ -113,19 +104,7 @@ def add_command(commands: Any) -> None:
             parser.error("with --listen, the client chooses --sizes, --iterations and --seconds")
         if arguments.transports is not None and not arguments.transports.strip():
             parser.error("--transports needs the name of a transport")
-        if arguments.allow_anyone and arguments.listen is None:
-            parser.error("--allow-anyone is for --listen")
-        if arguments.authkey_file and arguments.listen is None and arguments.address is None:
-            parser.error("--authkey-file is for --listen, or with an ADDRESS")
-        try:
-            if arguments.allow_anyone or (arguments.listen is None and arguments.address is None):
-                arguments.authkey = None
-            elif file := arguments.authkey_file:
-                arguments.authkey = read_authkey(file, f"--authkey-file={file}")
-            else:
-                arguments.authkey = authkey()
-        except (OSError, ValueError) as error:
-            parser.error(str(error))
+        arguments.authkey = find_key(parser, arguments, connects=arguments.address is not None)
         if arguments.listen is not None:
             return trio.run(run_server, arguments)
         if arguments.address is not None:
