@@ -3,6 +3,8 @@
     errors         errors that are not bugs
     info           the command info: what UCX offers on this machine, and the configuration in force
     privileges     what the kernel lets this process do and use
+    check          the command check: what a machine can check of this machine, and of the way to another host
+    credentials    the key of --listen and of its clients
     sizes          message sizes, as people write them
     idle_cores     how many cores other programs leave idle
     rounds         the payloads of a measurement, and how they are verified
@@ -35,6 +37,7 @@ from typing import NoReturn
 from .._util.text import printable
 from .._version import __version__
 from . import completion, info, mesh, perf, report
+from .check import command as check
 from .errors import AlreadyReported, describe, is_expected, leaves
 
 
@@ -55,6 +58,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"trio_ucx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     info.add_command(commands)
+    check.add_command(commands)
     perf.add_command(commands)
     report.add_command(commands)
     mesh.add_command(commands)

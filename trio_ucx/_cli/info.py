@@ -18,6 +18,7 @@ from .._native import ucx
 from .._version import __version__
 from ..ucp import Context, open_context
 from ..ucp._internal_api import DEFAULT_OPTIONS, OptionError
+from .check.devices import check_rdma
 from .privileges import Privileges, look
 
 #: Options that make UCX list every device, whatever the environment excludes.
@@ -85,7 +86,7 @@ def collect() -> dict[str, Any]:
     enabled: list[tuple[str, str]] = []
     config: dict[str, str] = {}
     chosen: dict[str, str] = {}
-    log = _Log()
+    log = Log("trio_ucx.ucx")
     try:
         with log, open_context() as context:
             enabled = resources(context)
@@ -111,29 +112,28 @@ def collect() -> dict[str, Any]:
         "defaults": [attrs.asdict(one) for one in defaults],
         "chosen": chosen,
         "config": config,
+        "infiniband": attrs.asdict(check_rdma(present, enabled)),
         "privileges": attrs.asdict(look()),
     }
 
 
-#: UCX's own messages.
-_UCX_LOGGER = logging.getLogger("trio_ucx.ucx")
+class Log(logging.Handler):
+    """Keeps the warnings that a logger gets in a block."""
 
-
-class _Log(logging.Handler):
-    """Keeps what UCX logs in a block."""
-
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(logging.WARNING)
+        self._logger = logging.getLogger(name)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
 
-    def __enter__(self) -> None:
-        _UCX_LOGGER.addHandler(self)
+    def __enter__(self) -> Log:
+        self._logger.addHandler(self)
+        return self
 
     def __exit__(self, *_: object) -> None:
-        _UCX_LOGGER.removeHandler(self)
+        self._logger.removeHandler(self)
 
 
 def resources(context: Context) -> list[tuple[str, str]]:
@@ -194,6 +194,8 @@ def as_text(facts: dict[str, Any], full_config: bool) -> str:
         if one["disabled"]:
             parts.append(f"disabled by the configuration: {', '.join(one['disabled'])}")
         lines.append(f"  {one['name']:<{width}}  {'; '.join(parts)}")
+    rdma = facts["infiniband"]
+    lines.append(f"  InfiniBand: {' -> '.join(filter(None, (rdma['found'], rdma['advice'])))}")
     lines += ["", "trio_ucx's own defaults"]
     for one in facts["defaults"]:
         state = "in force" if one["in_force"] else f"not in force: {one['instead']}"

@@ -20,9 +20,10 @@ import attrs
 import trio
 
 from .. import Connection, NotAdmitted, connect, serve_ucx
-from .._opening.authkey import AUTHKEY, AUTHKEY_FILE, DEFAULT_FILE, authkey, read_authkey
+from .._opening.authkey import AUTHKEY
 from .._util.socket_addresses import format_address, split_address
 from . import perf_plot
+from .credentials import ABOUT_KEYS, add_key_options, find_key
 from .errors import EXPECTED, describe
 from .idle_cores import count_idle_cores
 from .local_pair import run_pair, transport_options
@@ -80,34 +81,6 @@ def parse_flows(text: str) -> int:
     return int(text)
 
 
-# ---- the key ----
-
-
-def add_key_options(parser: argparse.ArgumentParser) -> None:
-    door = parser.add_mutually_exclusive_group()
-    door.add_argument(
-        "--authkey-file", type=Path, metavar="FILE", help="the key that both sides need, 16 bytes or more"
-    )
-    door.add_argument(
-        "--allow-anyone",
-        action="store_true",
-        help="with --listen: let in every client that can reach the port, without a key; it can take over the process",
-    )
-
-
-def find_key(arguments: argparse.Namespace) -> bytes | None:
-    """Returns the key of the options, or of the user.
-
-    Raises:
-        OSError, ValueError: it cannot be used.
-    """
-    if arguments.allow_anyone or (arguments.listen is None and arguments.address is None):
-        return None
-    if file := arguments.authkey_file:
-        return read_authkey(file, f"--authkey-file={file}")
-    return authkey()
-
-
 # ---- the arguments ----
 
 
@@ -118,8 +91,7 @@ def add_command(commands: Any) -> None:
         description="Measures latency, bandwidth and message rate, beside those of plain TCP, and verifies all data. "
         "Without ADDRESS and --listen between two new processes of this machine.",
         epilog="Two machines: `perf --listen 13337` on one prints what to type on the other, which prints the results. "
-        "Both need the same key: a new one that it prints, or the one in --authkey-file, or the one of this user: in "
-        f"the environment variable {AUTHKEY}, in the file that {AUTHKEY_FILE} names, or in ~/.config/{DEFAULT_FILE}.",
+        + ABOUT_KEYS,
     )
     role = parser.add_mutually_exclusive_group()
     role.add_argument("address", nargs="?", type=parse_address, metavar="ADDRESS", help="host:port of a listening perf")
@@ -212,10 +184,7 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
         parser.error(f"with --listen, the client chooses {', '.join(wrong)}")
     if arguments.transports is not None and not arguments.transports.strip():
         parser.error("--transports needs the name of a transport")
-    if arguments.allow_anyone and arguments.listen is None:
-        parser.error("--allow-anyone is for --listen")
-    if arguments.authkey_file and arguments.listen is None and arguments.address is None:
-        parser.error("--authkey-file is for --listen, or with an ADDRESS")
+    arguments.authkey = find_key(parser, arguments, connects=arguments.address is not None)
     operations = arguments.operation or [PerfOperation.MESSAGES]
     if arguments.bidirectional and any(operation.one_sided for operation in operations):
         parser.error("--bidirectional is not for puts and gets, where only the client acts")
@@ -227,11 +196,10 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
     if max(arguments.sizes or [1]) * flows > MAX_SIZE:
         parser.error(f"{flows} messages of {format_size(max(arguments.sizes))} at the same time are more than 1G")
     try:
-        arguments.authkey = find_key(arguments)
         if arguments.plot:
             perf_plot.new_figure(arguments.plot)
     except (OSError, ValueError) as error:
-        parser.error(f"--plot: {error}" if hasattr(arguments, "authkey") else str(error))
+        parser.error(f"--plot: {error}")
 
 
 # ---- the server ----

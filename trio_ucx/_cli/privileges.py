@@ -72,14 +72,14 @@ class Privileges:
         """Returns the lines that ``info`` prints."""
         shared = "unknown"
         if self.shared_memory is not None and self.free_shared_memory is not None:
-            shared = f"{_bytes(self.shared_memory)}, {_bytes(self.free_shared_memory)} free"
+            shared = f"{format_bytes(self.shared_memory)}, {format_bytes(self.free_shared_memory)} free"
         return [
             f"capabilities   {self._capabilities_as_text()}",
             f"ptrace scope   {self.ptrace_scope or 'unknown'}",
             f"cma            {self.cma or 'unknown'}",
             f"/dev/shm       {shared}",
             f"descriptors    {_limits(self.descriptors, str)}",
-            f"locked memory  {_limits(self.locked_memory, _bytes)}",
+            f"locked memory  {_limits(self.locked_memory, format_bytes)}",
         ]
 
     def _capabilities_as_text(self) -> str:
@@ -160,7 +160,7 @@ def _try_cma() -> str | None:
     return f"not usable: process_vm_readv: {os.strerror(number)}" if number else None
 
 
-def _bytes(size: int) -> str:
+def format_bytes(size: int) -> str:
     for unit, letter in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             return f"{size / unit:.3g} {letter}" if size < 1000 * unit else f"{size // unit} {letter}"

@@ -1,0 +1,534 @@
+"""``python -m trio_ucx check``: what it finds in restricted environments, and between two hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from end_to_end.programs import read_line
+from environments import in_mounts
+from networks import Host, as_user, need, open_network, unshare
+
+from trio_ucx._cli import main
+from trio_ucx._cli.check import command, control, devices, machine, peers, software, transfer
+from trio_ucx._cli.check.finding import Finding, worst
+from trio_ucx._cli.privileges import Privileges
+
+CHECK = [sys.executable, "-W", "error", "-m", "trio_ucx", "check"]
+KEY = {"TRIO_UCX_AUTHKEY": "a key of the tests, 16 bytes or more"}
+#: Seconds for a command.
+DEADLINE = 90
+ONE, TWO = "10.201.1.1", "10.201.1.2"
+#: Devices of UCX that reach other hosts.
+TCP = [("tcp", "eth0"), ("tcp", "lo")]
+
+KNOWN = Privileges(
+    capabilities=[],
+    without_capabilities=["chown"],
+    in_user_namespace=False,
+    ptrace_scope="0",
+    cma="usable",
+    shared_memory=64 << 20,
+    free_shared_memory=64 << 20,
+    descriptors=(1024, 4096),
+    locked_memory=(8 << 20, -1),
+)
+
+
+def environment(**changes: str) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "TRIO_UCX_"))}
+    return {**clean, **changes}
+
+
+def check(*arguments: str, under: Sequence[str] = (), **changes: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Runs ``check --json``; returns the exit status, and the findings by their ids."""
+    done = subprocess.run(
+        [*under, *CHECK, *arguments, "--json"],
+        env=environment(**changes),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        cwd="/",
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    said = json.loads(done.stdout)
+    findings = {each["id"]: each for each in said["findings"]}
+    assert len(findings) == len(said["findings"])
+    for each in findings.values():
+        assert set(each) == {"id", "state", "found", "advice"} and each["found"]
+        assert (each["advice"] is None) is (each["state"] == "ok"), each
+    assert done.returncode == (said["state"] == "problem"), done
+    return done.returncode, findings
+
+
+@contextmanager
+def listening(*arguments: str, under: Sequence[str] = (), **changes: str) -> Iterator[dict[str, str]]:
+    """Runs ``check --listen --json`` in the block; yields what it says."""
+    with subprocess.Popen(
+        [*under, *CHECK, *(arguments or ["--listen", "127.0.0.1:0"]), "--json"],
+        env=environment(**changes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            said: dict[str, str] = json.loads(read_line(process))
+            yield said
+            process.send_signal(signal.SIGINT)
+            assert process.wait(DEADLINE) == 130
+        finally:
+            process.kill()
+
+
+# ---- this machine ----
+
+
+def test_this_machine() -> None:
+    status, found = check()
+    assert status == 0
+    assert {"descriptors", "/dev/shm", "cma", "namespaces", "privileges", "cores", "libraries"} <= found.keys()
+    assert "tcp (" in found["transports"]["found"] and found["shared memory"]["state"] == "ok"
+    assert "no UCX_ variable" in found["environment"]["found"]
+
+
+def test_text() -> None:
+    done = subprocess.run([*CHECK], env=environment(UCX_TLZ="x"), capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0 and done.stderr == ""
+    lines = done.stdout.splitlines()
+    [at] = [number for number, line in enumerate(lines) if line.startswith("warning  environment: ")]
+    assert "UCX_TLZ (maybe: UCX_TLS?)" in lines[at] and lines[at + 1].startswith("         -> correct the names")
+
+
+def test_few_descriptors() -> None:
+    status, found = check(under=["sh", "-c", 'ulimit -n 64 && exec "$@"', "sh"])
+    assert status == 1
+    assert found["descriptors"]["state"] == "problem" and "the limit is 64" in found["descriptors"]["found"]
+    assert "ulimit -n" in found["descriptors"]["advice"]
+
+
+def test_limited_address_space() -> None:
+    _, found = check(under=["sh", "-c", 'ulimit -v 8000000 && exec "$@"', "sh"])
+    assert found["address space"]["state"] == "warning" and "7.63 GiB" in found["address space"]["found"]
+
+
+def test_configuration() -> None:
+    status, found = check(UCX_TLS="nonsense")
+    assert status == 1 and found["transports"]["state"] == "problem" and "nonsense" in found["transports"]["found"]
+    status, found = check(UCX_TLS="tcp", UCX_NET_DEVICES="lo")
+    assert status == 0 and found["transports"]["state"] == "warning" and found["transports"]["found"] == "tcp (lo)"
+    assert found["shared memory"]["state"] == "warning"
+    assert found["environment"]["found"] == "UCX_NET_DEVICES=lo, UCX_TLS=tcp"
+
+
+def test_info_says_why_there_is_no_infiniband() -> None:
+    done = subprocess.run([*CHECK[:-1], "info"], env=environment(), capture_output=True, text=True, timeout=DEADLINE)
+    wanted = devices.check_rdma((), ()).found
+    assert f"  InfiniBand: {wanted}" in done.stdout
+
+
+@pytest.mark.root
+def test_own_namespaces() -> None:
+    assert check()[1]["namespaces"]["found"].startswith("this machine's first")
+    _, found = check(under=unshare("ipc", "pid"))
+    assert "others than the first: ipc, pid (" in found["namespaces"]["found"]
+    under = ["unshare", "--user", "--map-root-user"]
+    need(*under, "true", why="user namespaces")
+    _, found = check(under=under)
+    assert ": user (" in found["namespaces"]["found"] and "of a user namespace" in found["privileges"]["found"]
+
+
+@pytest.mark.root
+def test_small_shared_memory() -> None:
+    mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+    status, found = check(under=in_mounts("sh", "-c", mount, "sh"))
+    assert status == 0 and found["/dev/shm"]["state"] == "warning"
+    assert found["/dev/shm"]["found"].startswith("1 MiB, 1 MiB free") and "--shm-size" in found["/dev/shm"]["advice"]
+    assert found["privileges"]["found"].startswith("capabilities: none")
+    mount = 'mount -t tmpfs -o ro,mode=755 tmpfs /dev/shm && exec "$@"'
+    assert "cannot write" in check(under=in_mounts("sh", "-c", mount, "sh"))[1]["/dev/shm"]["found"]
+
+
+@pytest.mark.root
+def test_ordinary_user() -> None:
+    status, found = check(under=as_user(65534))
+    assert status == 0 and found["privileges"]["found"].startswith("capabilities: none")
+
+
+@pytest.mark.parametrize(
+    ("limits", "used", "state"),
+    [((94, 4096), 0, "problem"), ((512, 4096), 10, "warning"), ((1024, 4096), 10, "ok"), ((-1, -1), 10, "ok")],
+)
+def test_descriptors(limits: tuple[int, int], used: int, state: str) -> None:
+    assert machine.check_descriptors(limits, used).state == state
+
+
+def files(root: Path, **contents: str) -> Path:
+    """Writes files; in their names, __ stands for a slash, and the rest is as it is."""
+    for name, text in contents.items():
+        file = root / name.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("path", ["", "/pod"])
+def test_control_group(tmp_path: Path, version: int, path: str) -> None:
+    """The path is that on the host, where in a container there is no such folder."""
+    memory, pids, cpu = (f"/{name}" if version == 1 else "" for name in ("memory", "pids", "cpu,cpuacct"))
+    groups = (
+        [f"0::{path or '/'}"]
+        if version == 2
+        else [f"{i}:{c[1:]}:{path or '/'}" for i, c in enumerate((memory, pids, cpu), 3)]
+    )
+    limit, used = (
+        ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    quota = (
+        {"cpu.max": "50000 100000"} if version == 2 else {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}
+    )
+    base = "sys/fs/cgroup"
+    contents = {
+        "proc/self/cgroup": "\n".join(groups),
+        f"{base}{memory}/{limit}": str(100 << 20),
+        f"{base}{memory}/{used}": str(80 << 20),
+        f"{base}{memory}/memory.stat": f"anon 1\ninactive_file {10 << 20}\n",
+        f"{base}{pids}/pids.max": "100",
+        f"{base}{pids}/pids.current": "40",
+        **{f"{base}{cpu}/{name}": text for name, text in quota.items()},
+    }
+    files(tmp_path, **contents)
+    few, enough = machine.check_control_group(tmp_path)
+    assert (few.id, few.state) == ("memory", "warning") and few.found.startswith("30 MiB left")
+    assert (enough.id, enough.state) == ("threads", "ok") and enough.found.startswith("60 more")
+    assert machine.cpu_quota(tmp_path) == 0.5
+    files(tmp_path, **{f"{base}{memory}/{limit}": "max" if version == 2 else str(2**63 - 4096)})
+    files(tmp_path, **{f"{base}{pids}/pids.max": "50"})
+    [threads] = machine.check_control_group(tmp_path)
+    assert threads.state == "warning"
+
+
+def test_no_control_group(tmp_path: Path) -> None:
+    assert [*machine.check_control_group(tmp_path)] == [] and machine.cpu_quota(tmp_path) is None
+
+
+def test_shared_memory_is_missing(tmp_path: Path) -> None:
+    assert machine.check_dev_shm(tmp_path / "shm", KNOWN).found == "it does not exist"
+    assert machine.check_dev_shm(tmp_path, KNOWN).state == "ok"
+    assert machine.check_dev_shm(tmp_path, attrs.evolve(KNOWN, free_shared_memory=15 << 20)).state == "warning"
+
+
+def test_cma() -> None:
+    refused = attrs.evolve(KNOWN, cma="not usable: process_vm_readv: Operation not permitted")
+    assert machine.check_cma(KNOWN, "").state == "ok"
+    assert "one user" in str(machine.check_cma(refused, "Seccomp:\t0\n").advice)
+    assert "seccomp filter" in str(machine.check_cma(refused, "Name:\tx\nSeccomp:\t2\n").advice)
+    assert "ptrace_scope is 1" in str(machine.check_cma(attrs.evolve(refused, ptrace_scope="1"), "").advice)
+
+
+def test_cores() -> None:
+    assert [machine.check_cores(4, *idle).state for idle in ((3.5, None), (0.2, None), (3.5, 0.5))] == [
+        "ok",
+        "warning",
+        "warning",
+    ]
+    assert machine.check_cores(4, 3.5, 2).found == "4, 3.5 idle; the control group allows 2"
+
+
+def test_why_there_is_no_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One obstacle after another is removed."""
+    monkeypatch.setattr(devices, "_has_module", lambda name: False)
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (8 << 20, 8 << 20))
+
+    def found() -> str:
+        finding = devices.check_rdma(TCP, TCP, tmp_path)
+        assert finding.state == ("warning" if (tmp_path / "sys").exists() else "ok")
+        return finding.found
+
+    assert found() == "none: the kernel has no RDMA device"
+    port = files(tmp_path, **{"sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN"})
+    assert "no port of mlx5_0 is active (1: DOWN)" in found()
+    files(port, **{"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE"})
+    assert "no /dev/infiniband/uverbs* here" in found()
+    files(tmp_path, **{"dev/infiniband/uverbs0": ""})
+    with monkeypatch.context() as closed:
+        closed.setattr(os, "access", lambda *_: False)
+        assert "this user may not open" in found()
+    assert "built without InfiniBand" in found()
+    monkeypatch.setattr(devices, "_has_module", lambda name: name == "ib")
+    assert "no libibverbs" in found()
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: f"lib{name}.so.1")
+    assert "may lock only 8388608 bytes" in found()
+    monkeypatch.setattr("resource.getrlimit", lambda which: (-1, -1))
+    assert "UCX does not use mlx5_0" in found()
+    rdma = [("rc_mlx5", "mlx5_0:1")]
+    assert "disables rc_mlx5/mlx5_0:1" in devices.check_rdma([*TCP, *rdma], TCP, tmp_path).found
+    assert devices.check_rdma(rdma, rdma, tmp_path).state == "ok"
+    monkeypatch.setattr("resource.getrlimit", lambda which: (8 << 20, -1))
+    assert devices.check_rdma(rdma, rdma, tmp_path).state == "warning"
+
+
+def test_modules_of_this_ucx() -> None:
+    assert devices._has_module("cma") and not devices._has_module("nonsense")
+
+
+def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, rdma = [("cuda_copy", "cuda")], [("rc_mlx5", "mlx5_0:1")]
+    monkeypatch.setattr(devices, "_has_module", lambda name: False)
+    assert devices.check_gpu(TCP, TCP, tmp_path).found.startswith("none")
+    files(tmp_path, **{"proc/driver/nvidia/gpus/0": ""})
+    assert "no /dev/nvidia* here" in devices.check_gpu(TCP, TCP, tmp_path).found
+    files(tmp_path, **{"dev/nvidia0": ""})
+    assert "built without CUDA" in devices.check_gpu(TCP, TCP, tmp_path).found
+    monkeypatch.setattr(devices, "_has_module", lambda name: True)
+    assert "finds no driver" in devices.check_gpu(TCP, TCP, tmp_path).found
+    assert "configuration disables" in devices.check_gpu(cuda, TCP, tmp_path).found
+    assert devices.check_gpu(cuda, cuda, tmp_path).state == "ok"
+    assert devices.check_gpu(cuda, [*cuda, *rdma], tmp_path).state == "warning"
+    files(tmp_path, **{"sys/module/nvidia_peermem/refcnt": ""})
+    assert devices.check_gpu(cuda, [*cuda, *rdma], tmp_path).state == "ok"
+
+
+def test_several_ucx(tmp_path: Path) -> None:
+    used = (
+        files(tmp_path, **{"libucx/lib/libucp.so": "", "libucx_cu12-1.22.0.dist-info/RECORD": ""})
+        / "libucx/lib/libucp.so"
+    )
+    assert software.check_libraries([tmp_path], used).state == "ok"
+    files(tmp_path, **{"other.libs/libucp-1.so.0": ""})
+    finding = software.check_libraries([tmp_path], used)
+    assert finding.state == "warning" and finding.found.endswith("others in other.libs")
+    files(tmp_path, **{"libucx_cu13-1.22.0.dist-info/RECORD": ""})
+    finding = software.check_libraries([tmp_path], used)
+    assert finding.state == "problem" and "libucx_cu12 and libucx_cu13" in finding.found
+
+
+def test_log_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        *software.check_environment(["parser.c:1 unused env variable: UCX_A (set UCX_WARN_UNUSED_ENV_VARS=n)", "odd"])
+    ]
+    assert [each.state for each in found] == ["warning", "warning"]
+    assert found[0].found == "UCX does not know UCX_A" and found[1].found == "UCX says: odd"
+
+
+def test_no_shared_memory() -> None:
+    log = ["UCX does without shared memory: raise kernel.shmmni"]
+    *_, transports, shared = software.check_software(software.Software(TCP, TCP, log=log))
+    assert transports.state == "ok" and shared.found == "none: raise kernel.shmmni"
+
+
+def test_worst_finding() -> None:
+    good, bad = Finding("a", "ok", "x"), Finding("b", "problem", "x", "y")
+    assert str(Finding("a", "ok", "a\x1b[2J")) == "ok       a: a?[2J"  # what another side has said
+    assert (worst([]), worst([good]), worst([bad, good])) == ("ok", "ok", "problem")
+
+
+# ---- two hosts ----
+
+
+def states(found: dict[str, dict[str, Any]], word: str) -> dict[str, str]:
+    return {id: each["state"] for id, each in found.items() if word in id}
+
+
+def test_two_processes() -> None:
+    with listening(**KEY) as said:
+        for _ in range(2):  # it serves one after another
+            status, found = check(said["listening"], **KEY)
+            assert status == 0, found
+            assert [*states(found, " 127.0.0.1").values()] == ["ok"] * 6
+            assert "over sysv/memory" in found["shared memory, to 127.0.0.1"]["found"]
+            assert "over tcp/lo" in found["tcp lo (127.0.0.1) - lo (127.0.0.1), from 127.0.0.1"]["found"]
+
+
+def test_keys(tmp_path: Path) -> None:
+    with listening() as said:
+        assert check(said["listening"], TRIO_UCX_AUTHKEY=said["authkey"])[0] == 0
+        for environment in (KEY, {}):
+            status, found = check(said["listening"], **environment)
+            assert status == 1 and "different keys" in found["control"]["found"]
+            assert "--authkey-file" in found["control"]["advice"] and not states(found, ", to")
+    with listening("--listen", "127.0.0.1:0", "--allow-anyone", **KEY) as said:
+        assert check(said["listening"])[0] == 0
+
+
+def test_nothing_listens() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        status, found = check(f"127.0.0.1:{port}")
+    assert status == 1 and "refused" in found["control"]["found"]
+    assert f"python -m trio_ucx check --listen {port};" in found["control"]["advice"]
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0-x\r\n", b"a" * 20_000, b""])
+async def test_something_else_listens(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve(stream: trio.SocketStream) -> None:
+        await stream.send_all(answer)
+        if answer:
+            await trio.sleep_forever()
+
+    found: list[Finding] = []
+    async with trio.open_nursery() as nursery:
+        [listener] = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
+        with trio.fail_after(20):
+            await peers.check_peer("127.0.0.1", listener.socket.getsockname()[1], b"key", found.append)
+        nursery.cancel_scope.cancel()
+    [finding] = found
+    assert finding.state == "problem"
+    assert ("is not `python -m trio_ucx check`" if answer else "closed the connection") in finding.found
+
+
+async def test_no_answer() -> None:
+    one, other = socket.socketpair()
+    with other:
+        async with trio.SocketStream(trio.socket.from_stdlib_socket(one)) as stream:
+            with pytest.raises(control.ControlError, match="did not answer within 0.1 seconds"):
+                await control.ControlChannel(stream, client=True).receive(0.1)
+
+
+async def test_peer_that_closes_after_the_greetings() -> None:
+    """It has seen that our key is another one."""
+    one, other = (trio.SocketStream(trio.socket.from_stdlib_socket(each)) for each in socket.socketpair())
+    async with one, other:
+        await control.ControlChannel(other, client=False).send({"trio_ucx check 1": "nonce"})
+        await other.send_eof()
+        with pytest.raises(control.WrongKey):
+            await control.ControlChannel(one, client=True).begin(b"key", {})
+
+
+@pytest.mark.parametrize("line", [b"[1]", b"{", b"[" * 10_000])
+async def test_strangers_do_not_end_the_server(line: bytes) -> None:
+    """A stranger can make the code of the first line, because no key is needed for it."""
+    with listening(**KEY) as said:
+        host, port = said["listening"].split(":")
+        async with await trio.open_tcp_stream(host, int(port)) as stream:
+            code = control.ControlChannel(stream, client=True)._code(True, 0, line)
+            await stream.send_all(code + b" " + line + b"\n")
+            with trio.fail_after(20):
+                while await stream.receive_some():
+                    pass
+
+
+def test_names() -> None:
+    status, found = check("nowhere.invalid")
+    assert status == 1 and "the name cannot be looked up" in found["control"]["found"]
+
+
+def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        ["host:70000"],
+        ["--listen", "x"],
+        ["--allow-anyone"],
+        ["host", "--listen"],
+        ["--authkey-file", "x"],
+    ):
+        with pytest.raises(SystemExit) as exit:
+            main(["check", *arguments])
+        assert exit.value.code == 2
+    port = command.DEFAULT_PORT
+    assert command.parse_host("host") == ("host", port) and command.parse_host("host:1") == ("host", 1)
+    assert command.parse_host("::1") == ("::1", port) and command.parse_host("[::1]:2") == ("::1", 2)
+    assert command.parse_host("[::1]") == ("::1", port)
+
+
+def test_what_a_failure_means() -> None:
+    good, nothing = transfer.Outcome([1e-3, 2e-3], ["tcp/eth0"]), transfer.Outcome(error="reset")
+    assert (
+        transfer.judge("x", {"a": good, "b": good}, "problem").found
+        == "8 bytes in 1.0 ms, 8 MiB in 2.0 ms over tcp/eth0"
+    )
+    failed = transfer.judge("x", {"a": nothing, "b": transfer.Outcome(refused="10.0.0.1:7 does not answer")}, "warning")
+    assert failed.state == "warning" and "UCX_TCP_PORT_RANGE" in str(failed.advice) and "a: reset" in failed.found
+    short = transfer.judge("x", {"a": nothing, "b": transfer.Outcome([1.0])}, "problem")
+    assert "MTU" in str(short.advice) and "8 MiB do not" in short.found
+    assert "UCX_NET_DEVICES" in str(transfer.judge("x", {"a": nothing, "b": transfer.Outcome()}, "problem").advice)
+
+
+def test_what_the_sides_compare() -> None:
+    ours = {"trio_ucx": "1", "ucx": "1.22.0", "at": "10.0.0.1"}
+    [same] = peers.compare("host", ours, {**ours, "peer": "10.0.0.1"})
+    assert same.state == "ok"
+    releases, addresses = peers.compare("host", ours, {**ours, "trio_ucx": "2", "peer": "10.9.9.9"})
+    assert releases.state == addresses.state == "problem" and "(NAT)" in addresses.found
+
+
+# ---- two networks ----
+
+
+@pytest.fixture
+async def hosts() -> Any:
+    """Two hosts with a cable between; the second one has another device, which leads nowhere."""
+    with open_network() as network:
+        one, two, third = network.host(), network.host(), network.host()
+        network.cable((one, "cable", f"{ONE}/24"), (two, "eth7", f"{TWO}/24"))
+        network.cable((two, "aaa", "10.202.0.1/24"), (third, "cable", "10.202.0.2/24"))
+        one.ip("route", "add", "default", "dev", "cable")
+        await network.ready()
+        yield one, two
+
+
+def talk(one: Host, two: Host) -> tuple[int, dict[str, dict[str, Any]]]:
+    with listening("--listen", f"{TWO}:0", under=two.under, **KEY) as said:
+        return check(said["listening"], under=one.under, **KEY)
+
+
+async def test_two_networks(hosts: tuple[Host, Host]) -> None:
+    status, found = await trio.to_thread.run_sync(talk, *hosts)
+    assert status == 0, found
+    pair = f"tcp cable ({ONE}) - eth7 ({TWO})"
+    assert states(found, pair) == {f"{pair}, to {TWO}": "ok", f"{pair}, from {TWO}": "ok"}
+    assert "over tcp/cable" in found[f"{pair}, to {TWO}"]["found"]
+    assert "over tcp/eth7" in found[f"{pair}, from {TWO}"]["found"]
+    assert states(found, "all transports") == dict.fromkeys(
+        (f"all transports, {way} {TWO}" for way in ("to", "from")), "ok"
+    )
+    assert found["tcp aaa (10.202.0.1)"]["found"].startswith("not tried")  # no Connection uses it
+    assert "different network namespaces" in found[f"shared memory with {TWO}"]["found"]
+
+
+@pytest.mark.parametrize("blocked", ["one", "two"])
+async def test_firewall(hosts: tuple[Host, Host], blocked: str) -> None:
+    """One side's ports are blocked, but for the one where `check` listens."""
+    one, two = hosts
+    need(*one.under, "iptables", "-w", "-L", why="rules for packets")
+    host = one if blocked == "one" else two
+    rule = ("-p", "tcp", "--syn", "-j", "DROP")
+    with listening("--listen", f"{TWO}:0", under=two.under, **KEY) as said:
+        port = said["listening"].rpartition(":")[2]
+        host.run("iptables", "-w", "-A", "INPUT", "-p", "tcp", "--dport", port, "-j", "ACCEPT")
+        host.run("iptables", "-w", "-A", "INPUT", *rule)
+        status, found = await trio.to_thread.run_sync(lambda: check(said["listening"], under=one.under, **KEY))
+    assert status == 1
+    way = "from" if blocked == "one" else "to"
+    failed = found[f"tcp cable ({ONE}) - eth7 ({TWO}), {way} {TWO}"]
+    assert failed["state"] == "problem" and "UCX_TCP_PORT_RANGE" in failed["advice"], found
+    who = TWO if blocked == "one" else "this host"
+    assert f"plain TCP from {who} fails, too" in failed["found"]
+
+
+async def test_lost_long_packets(hosts: tuple[Host, Host]) -> None:
+    one, two = hosts
+    need(*one.under, "iptables", "-w", "-L", why="rules for packets")
+    with listening("--listen", f"{TWO}:0", under=two.under, **KEY) as said:
+        port = said["listening"].rpartition(":")[2]
+        for way in ("--dport", "--sport"):
+            two.run("iptables", "-w", "-A", "INPUT", "-p", "tcp", way, port, "-j", "ACCEPT")
+        two.run("iptables", "-w", "-A", "INPUT", "-m", "length", "--length", "1400:65535", "-j", "DROP")
+        status, found = await trio.to_thread.run_sync(lambda: check(said["listening"], under=one.under, **KEY))
+    assert status == 1
+    failed = found[f"tcp cable ({ONE}) - eth7 ({TWO}), to {TWO}"]
+    assert "8 bytes arrive, 8 MiB do not" in failed["found"] and "MTU" in failed["advice"], found

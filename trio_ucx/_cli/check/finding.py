@@ -1,0 +1,60 @@
+"""What a check found, and how findings are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import attrs
+
+from ..._util.text import printable
+
+#: Of what is found, in characters.
+_LONGEST = 4000
+State = Literal["ok", "warning", "problem"]
+
+
+@attrs.frozen
+class Finding:
+    """What a check found.
+
+    Attributes:
+        id: names the check; for a transfer, also the transport and the direction.
+        state: "ok"; "warning": it works, but worse than it could; "problem": something does not work.
+        found: what was found, in words.
+        advice: what to do; None if nothing is to be done.
+    """
+
+    id: str
+    state: State
+    found: str
+    advice: str | None = None
+
+    def __str__(self) -> str:
+        """The line that is printed, and below it what to do."""
+        line = f"{self.state:<8} {self.id}: {printable(self.found, _LONGEST)}"
+        return line if self.advice is None else f"{line}\n{'':8} -> {self.advice}"
+
+
+def worst(findings: Sequence[Finding]) -> State:
+    states: list[State] = ["ok", "warning", "problem"]
+    return max((each.state for each in findings), key=states.index, default="ok")
+
+
+def warn_unless(good: object, id: str, found: str, advice: str) -> Finding:
+    """Returns a warning with advice, or that all is well."""
+    return Finding(id, "ok", found) if good else Finding(id, "warning", found, advice)
+
+
+def read_text(path: Path) -> str:
+    """Returns what is in a file; "" if it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def list_folder(path: Path) -> list[str]:
+    """Returns the names in a folder; none if it cannot be read."""
+    return sorted(each.name for each in path.glob("*"))
