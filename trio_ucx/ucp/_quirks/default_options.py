@@ -1,6 +1,6 @@
 """UCX's options that trio_ucx sets, each only where neither the user nor the environment chose.
 
-UCX's own defaults are slower, or meet one of its faults: the comments and design.md say which. Options that a UCX
+UCX's own defaults are slower, or meet one of its faults: the comments say which. Options that a UCX
 does not know are left out. Releases: all, 1.13 to 1.22, unless an entry's comment or condition names others. An entry
 is not needed any more when the tests pass without it, and ``benchmarks/defaults.py`` shows no loss. Tests:
 ``tests/end_to_end/test_benchmarks.py``, and those of what each option is for.
