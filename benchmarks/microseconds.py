@@ -79,7 +79,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, help=f"for each figure in each round ({SECONDS})")
     add("--quick", action="store_true", help=f"{QUICK_ROUNDS} round of {QUICK_SECONDS} s: a rough look")
     add("--json", type=Path, metavar="FILE", help="writes everything that was measured")
-    add("--markdown", type=Path, metavar="FILE", help="puts the tables between the marks in this document")
+    add("--markdown", type=Path, metavar="FILE", help="puts the main tables between the marks in this document")
     return parser.parse_args(arguments)
 
 
@@ -254,16 +254,14 @@ def main(given: Sequence[str] | None = None) -> int:
     for (name, job), row in rows.items():
         figures.setdefault(name, {})[job] = row.figures
     price = of_rounds(costs)
-    sheets = [
+    documented = [
         ladder(figures, transports),
         paths(figures, transports),
         sums(figures, price, transports),
-        *prices(price, transports),
-        calls(figures, transports),
         large(figures, price, transports),
     ]
     to = report.console()
-    for sheet in sheets:
+    for sheet in [*documented, *prices(price, transports), calls(figures, transports)]:
         to.print(sheet.table())
     failed = [row for row in rows.values() if row.errors]
     for row in failed:
@@ -275,7 +273,7 @@ def main(given: Sequence[str] | None = None) -> int:
             json.dumps(report.as_json(rows, [], [], settings) | {"steps": price}, indent=1) + "\n"
         )
     if arguments.markdown:
-        paste(arguments.markdown, sheets)
+        paste(arguments.markdown, documented)
     return 1 if failed else 0
 
 
