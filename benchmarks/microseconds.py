@@ -254,14 +254,10 @@ def main(given: Sequence[str] | None = None) -> int:
     for (name, job), row in rows.items():
         figures.setdefault(name, {})[job] = row.figures
     price = of_rounds(costs)
-    documented = [
-        ladder(figures, transports),
-        paths(figures, transports),
-        sums(figures, price, transports),
-        large(figures, price, transports),
-    ]
+    documented = [ladder(figures, transports), paths(figures, transports), large(figures, price, transports)]
+    steps_alone = [sums(figures, price, transports), *prices(price, transports)]
     to = report.console()
-    for sheet in [*documented, *prices(price, transports), calls(figures, transports)]:
+    for sheet in [*documented, *steps_alone, calls(figures, transports)]:
         to.print(sheet.table())
     failed = [row for row in rows.values() if row.errors]
     for row in failed:

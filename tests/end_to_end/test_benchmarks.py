@@ -348,8 +348,9 @@ def test_where_the_microseconds_go(tmp_path: Path) -> None:
     assert prices["16 MiB to the kernel's: page faults"] > prices["16 MiB to memory in use: page faults"]
     written = document.read_text()
     assert written.startswith("before\n") and written.endswith("behind\n") and "old" not in written
-    for name in steps.PASSES:
-        assert f"| {name} |" in written
+    for layer in [*microseconds.LADDER.values(), *microseconds.BESIDE.values()]:
+        assert f"| {layer} |" in written
+    assert all(name in ended.stdout for name in steps.PASSES)
 
 
 @pytest.mark.full
