@@ -114,7 +114,8 @@ def test_links_lead_somewhere(document: str) -> None:
             assert section in sections(found.read_text()), target
 
 
-def test_the_documents_are_short() -> None:
-    """Whoever adds a page moves or shortens another one."""
-    words = sum(len((ROOT / document).read_text().split()) for document in DOCUMENTS)
-    assert words < 63_500, words
+def test_the_site_is_short() -> None:
+    """Whoever adds a page moves or shortens another one. (As ``wc -w`` counts, with code and tables.)"""
+    site = [one for one in DOCUMENTS if one.startswith(("docs/", "examples/", "README"))]
+    words = sum(len((ROOT / document).read_text().split()) for document in site)
+    assert words < 52_000, words
