@@ -153,7 +153,7 @@ class Connector:
             hint += "; does it have an ssl_context?"
             error = ConnectionResetError(errno.ECONNRESET, "it ended the connection during the TLS handshake")
         elif isinstance(error, ssl.SSLError):
-            hint = "does the listener have an ssl_context, and does each side trust the other's certificate?"
+            hint = "does the listener have an ssl_context? Does each side have a certificate that the other trusts?"
             refused = refusal(RefusalCode.NOT_ADMITTED, f"{text}: {hint}", self.label)
             refused.__cause__ = error
             return refused

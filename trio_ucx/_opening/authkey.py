@@ -78,7 +78,10 @@ def read_authkey(path: str | Path, name: str) -> bytes:
         if found.st_uid not in (0, os.geteuid()):
             raise PermissionError(f"{name}: this file belongs to another user (uid {found.st_uid}), who can change it")
         if mode & _TOO_OPEN:
-            raise PermissionError(f"{name}: other users can read or change this file (mode {mode:04o}): chmod 600 it")
+            raise PermissionError(
+                f"{name}: other users can read or change this file (mode {mode:04o}): chmod 600 it; "
+                "for a Secret of Kubernetes, set defaultMode: 0440"
+            )
         key = file.read().strip()
     if not key:
         raise ValueError(f"{name}: the file is empty. Put {MIN_AUTHKEY} bytes or more there, and on the other side")
