@@ -194,6 +194,20 @@ async def test_bad_arguments() -> None:
         assert await connection.request([b"\0a", b"b"]) == b"\0ab\0ab"
 
 
+async def test_a_function_that_is_not_async() -> None:
+    def square(request: bytes) -> bytes:
+        return request
+
+    errors: list[Exception] = []
+    server = open_server(square, on_handler_error=lambda _, error: errors.append(error))  # type: ignore[arg-type]
+    async with server as (_, connection):
+        with pytest.raises((trio.BrokenResourceError, trio.EndOfChannel)):
+            await connection.request(b"2", timeout=10)
+        await until(lambda: errors)
+        connection.abort()
+    assert "answering takes an async function; " in repr(errors) and "square returned bytes" in repr(errors)
+
+
 def test_logs_and_reports_name_the_function() -> None:
     async def square(request: bytes) -> bytes:
         raise NotImplementedError

@@ -80,4 +80,8 @@ class _Answering:
         async with talk:
             request = await talk.receive()
             with talk.cancel_when_left():
-                await talk._send_last(await self._function(request))
+                reply = self._function(request)
+                if not hasattr(reply, "__await__"):
+                    name = name_of(self._function)
+                    raise TypeError(f"answering takes an async function; {name} returned {type(reply).__name__}")
+                await talk._send_last(await reply)

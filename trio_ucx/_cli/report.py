@@ -78,7 +78,7 @@ def _ask(pid: int, process: int, number: signal.Signals, kind: str, timeout: flo
     if not _handles(pid, number):
         raise NoReport(
             f"process {pid} has not called trio_ucx.report_on_signal(signal.{number.name}): the signal would end it, "
-            "or do something else"
+            "or do something else. Start it again with TRIO_UCX_REPORT=USR1; now only py-spy or gdb can look into it"
         )
     with _fifo(answer_path(pid, user, kind), user) as answer:
         return _read(answer, process, number, time.monotonic() + timeout)
