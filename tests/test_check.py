@@ -21,9 +21,11 @@ from end_to_end.programs import read_line
 from environments import in_mounts
 from networks import Host, as_user, need, open_network, unshare
 
+from trio_ucx import ucp
 from trio_ucx._cli import main
-from trio_ucx._cli.check import command, control, devices, machine, peers, software, transfer
+from trio_ucx._cli.check import command, control, devices, machine, peers, software
 from trio_ucx._cli.check.finding import Finding, worst
+from trio_ucx._cli.errors import PerfError
 from trio_ucx._cli.privileges import Privileges
 
 CHECK = [sys.executable, "-W", "error", "-m", "trio_ucx", "check"]
@@ -99,7 +101,7 @@ def listening(*arguments: str, under: Sequence[str] = (), **changes: str) -> Ite
 def test_this_machine() -> None:
     status, found = check()
     assert status == 0
-    assert {"descriptors", "/dev/shm", "cma", "namespaces", "privileges", "cores", "libraries"} <= found.keys()
+    assert {"descriptors", "/dev/shm", "cma", "namespaces", "cores", "libraries"} <= found.keys()
     assert "tcp (" in found["transports"]["found"] and found["shared memory"]["state"] == "ok"
     assert "no UCX_ variable" in found["environment"]["found"]
 
@@ -117,11 +119,6 @@ def test_few_descriptors() -> None:
     assert status == 1
     assert found["descriptors"]["state"] == "problem" and "the limit is 64" in found["descriptors"]["found"]
     assert "ulimit -n" in found["descriptors"]["advice"]
-
-
-def test_limited_address_space() -> None:
-    _, found = check(under=["sh", "-c", 'ulimit -v 8000000 && exec "$@"', "sh"])
-    assert found["address space"]["state"] == "warning" and "7.63 GiB" in found["address space"]["found"]
 
 
 def test_configuration() -> None:
@@ -147,7 +144,7 @@ def test_own_namespaces() -> None:
     under = ["unshare", "--user", "--map-root-user"]
     need(*under, "true", why="user namespaces")
     _, found = check(under=under)
-    assert ": user (" in found["namespaces"]["found"] and "of a user namespace" in found["privileges"]["found"]
+    assert ": user (" in found["namespaces"]["found"]
 
 
 @pytest.mark.root
@@ -156,7 +153,6 @@ def test_small_shared_memory() -> None:
     status, found = check(under=in_mounts("sh", "-c", mount, "sh"))
     assert status == 0 and found["/dev/shm"]["state"] == "warning"
     assert found["/dev/shm"]["found"].startswith("1 MiB, 1 MiB free") and "--shm-size" in found["/dev/shm"]["advice"]
-    assert found["privileges"]["found"].startswith("capabilities: none")
     mount = 'mount -t tmpfs -o ro,mode=755 tmpfs /dev/shm && exec "$@"'
     assert "cannot write" in check(under=in_mounts("sh", "-c", mount, "sh"))[1]["/dev/shm"]["found"]
 
@@ -164,7 +160,7 @@ def test_small_shared_memory() -> None:
 @pytest.mark.root
 def test_ordinary_user() -> None:
     status, found = check(under=as_user(65534))
-    assert status == 0 and found["privileges"]["found"].startswith("capabilities: none")
+    assert status == 0 and {each["state"] for each in found.values()} <= {"ok", "warning"}
 
 
 @pytest.mark.parametrize(
@@ -184,41 +180,33 @@ def files(root: Path, **contents: str) -> Path:
     return root
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("path", ["", "/pod"])
-def test_control_group(tmp_path: Path, version: int, path: str) -> None:
+@pytest.mark.parametrize("path", ["", "pod"])
+def test_control_group(tmp_path: Path, path: str) -> None:
     """The path is that on the host, where in a container there is no such folder."""
-    memory, pids, cpu = (f"/{name}" if version == 1 else "" for name in ("memory", "pids", "cpu,cpuacct"))
-    groups = (
-        [f"0::{path or '/'}"]
-        if version == 2
-        else [f"{i}:{c[1:]}:{path or '/'}" for i, c in enumerate((memory, pids, cpu), 3)]
-    )
-    limit, used = (
-        ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    )
-    quota = (
-        {"cpu.max": "50000 100000"} if version == 2 else {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}
-    )
     base = "sys/fs/cgroup"
     contents = {
-        "proc/self/cgroup": "\n".join(groups),
-        f"{base}{memory}/{limit}": str(100 << 20),
-        f"{base}{memory}/{used}": str(80 << 20),
-        f"{base}{memory}/memory.stat": f"anon 1\ninactive_file {10 << 20}\n",
-        f"{base}{pids}/pids.max": "100",
-        f"{base}{pids}/pids.current": "40",
-        **{f"{base}{cpu}/{name}": text for name, text in quota.items()},
+        "proc/self/cgroup": f"0::/{path}\n",
+        f"{base}/memory.max": str(100 << 20),
+        f"{base}/memory.current": str(80 << 20),
+        f"{base}/memory.stat": f"anon 1\ninactive_file {10 << 20}\n",
+        f"{base}/pids.max": "100",
+        f"{base}/pids.current": "40",
+        f"{base}/cpu.max": "50000 100000",
     }
     files(tmp_path, **contents)
     few, enough = machine.check_control_group(tmp_path)
     assert (few.id, few.state) == ("memory", "warning") and few.found.startswith("30 MiB left")
-    assert (enough.id, enough.state) == ("threads", "ok") and enough.found.startswith("60 more")
+    assert (enough.id, enough.state) == ("threads", "ok") and enough.found.startswith("60 left")
     assert machine.cpu_quota(tmp_path) == 0.5
-    files(tmp_path, **{f"{base}{memory}/{limit}": "max" if version == 2 else str(2**63 - 4096)})
-    files(tmp_path, **{f"{base}{pids}/pids.max": "50"})
+    files(tmp_path, **{f"{base}/memory.max": "max", f"{base}/pids.max": "50", f"{base}/cpu.max": "max 100000"})
     [threads] = machine.check_control_group(tmp_path)
-    assert threads.state == "warning"
+    assert threads.state == "warning" and machine.cpu_quota(tmp_path) is None
+
+
+def test_own_control_group(tmp_path: Path) -> None:
+    files(tmp_path, **{"proc/self/cgroup": "0::/pod\n", "sys/fs/cgroup/pod/cpu.max": "50000 100000"})
+    files(tmp_path, **{"sys/fs/cgroup/cpu.max": "100000 100000"})
+    assert machine.cpu_quota(tmp_path) == 0.5
 
 
 def test_no_control_group(tmp_path: Path) -> None:
@@ -252,7 +240,7 @@ def test_why_there_is_no_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """One obstacle after another is removed."""
     monkeypatch.setattr(devices, "_has_module", lambda name: False)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
-    monkeypatch.setattr("resource.getrlimit", lambda which: (8 << 20, 8 << 20))
+    monkeypatch.setattr(devices, "lockable_memory", lambda: 8 << 20)
 
     def found() -> str:
         finding = devices.check_rdma(TCP, TCP, tmp_path)
@@ -272,13 +260,13 @@ def test_why_there_is_no_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(devices, "_has_module", lambda name: name == "ib")
     assert "no libibverbs" in found()
     monkeypatch.setattr("ctypes.util.find_library", lambda name: f"lib{name}.so.1")
-    assert "may lock only 8388608 bytes" in found()
-    monkeypatch.setattr("resource.getrlimit", lambda which: (-1, -1))
+    assert "may lock only 8 MiB" in found()
+    monkeypatch.setattr(devices, "lockable_memory", lambda: -1)
     assert "UCX does not use mlx5_0" in found()
     rdma = [("rc_mlx5", "mlx5_0:1")]
     assert "disables rc_mlx5/mlx5_0:1" in devices.check_rdma([*TCP, *rdma], TCP, tmp_path).found
     assert devices.check_rdma(rdma, rdma, tmp_path).state == "ok"
-    monkeypatch.setattr("resource.getrlimit", lambda which: (8 << 20, -1))
+    monkeypatch.setattr(devices, "lockable_memory", lambda: 8 << 20)
     assert devices.check_rdma(rdma, rdma, tmp_path).state == "warning"
 
 
@@ -304,17 +292,18 @@ def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_ucx(tmp_path: Path) -> None:
-    used = (
-        files(tmp_path, **{"libucx/lib/libucp.so": "", "libucx_cu12-1.22.0.dist-info/RECORD": ""})
-        / "libucx/lib/libucp.so"
-    )
-    assert software.check_libraries([tmp_path], used).state == "ok"
-    files(tmp_path, **{"other.libs/libucp-1.so.0": ""})
-    finding = software.check_libraries([tmp_path], used)
-    assert finding.state == "warning" and finding.found.endswith("others in other.libs")
-    files(tmp_path, **{"libucx_cu13-1.22.0.dist-info/RECORD": ""})
-    finding = software.check_libraries([tmp_path], used)
-    assert finding.state == "problem" and "libucx_cu12 and libucx_cu13" in finding.found
+    def install(name: str) -> Finding:
+        folder = f"{name}-1.22.0.dist-info"
+        files(
+            tmp_path, **{f"{folder}/METADATA": f"Name: {name}\n", f"{folder}/RECORD": f"{name}.libs/libucp-1.so.0,,\n"}
+        )
+        return software.check_libraries([str(tmp_path)])
+
+    assert install("libucx-cu12").state == "ok"
+    finding = install("other")
+    assert finding.state == "warning" and finding.found.endswith("others in other")
+    finding = install("libucx-cu13")
+    assert finding.state == "problem" and "libucx-cu12 and libucx-cu13" in finding.found
 
 
 def test_log_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +316,7 @@ def test_log_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_shared_memory() -> None:
     log = ["UCX does without shared memory: raise kernel.shmmni"]
-    *_, transports, shared = software.check_software(software.Software(TCP, TCP, log=log))
+    transports, shared = software.check_transports(TCP, (), log)
     assert transports.state == "ok" and shared.found == "none: raise kernel.shmmni"
 
 
@@ -360,7 +349,7 @@ def test_keys(tmp_path: Path) -> None:
         for environment in (KEY, {}):
             status, found = check(said["listening"], **environment)
             assert status == 1 and "different keys" in found["control"]["found"]
-            assert "--authkey-file" in found["control"]["advice"] and not states(found, ", to")
+            assert "TRIO_UCX_AUTHKEY" in found["control"]["advice"] and not states(found, ", to")
     with listening("--listen", "127.0.0.1:0", "--allow-anyone", **KEY) as said:
         assert check(said["listening"])[0] == 0
 
@@ -374,7 +363,7 @@ def test_nothing_listens() -> None:
     assert f"python -m trio_ucx check --listen {port};" in found["control"]["advice"]
 
 
-@pytest.mark.parametrize("answer", [b"SSH-2.0-x\r\n", b"a" * 20_000, b""])
+@pytest.mark.parametrize("answer", [b"SSH-2.0-x\r\n", b"a" * 300_000, b""])
 async def test_something_else_listens(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     async def serve(stream: trio.SocketStream) -> None:
         await stream.send_all(answer)
@@ -385,7 +374,7 @@ async def test_something_else_listens(answer: bytes, monkeypatch: pytest.MonkeyP
     async with trio.open_nursery() as nursery:
         [listener] = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
         with trio.fail_after(20):
-            await peers.check_peer("127.0.0.1", listener.socket.getsockname()[1], b"key", found.append)
+            await peers.check_peer(listener.socket.getsockname(), b"key", found.append)
         nursery.cancel_scope.cancel()
     [finding] = found
     assert finding.state == "problem"
@@ -396,18 +385,8 @@ async def test_no_answer() -> None:
     one, other = socket.socketpair()
     with other:
         async with trio.SocketStream(trio.socket.from_stdlib_socket(one)) as stream:
-            with pytest.raises(control.ControlError, match="did not answer within 0.1 seconds"):
+            with pytest.raises(PerfError, match="did not answer within 0.1 seconds"):
                 await control.ControlChannel(stream, client=True).receive(0.1)
-
-
-async def test_peer_that_closes_after_the_greetings() -> None:
-    """It has seen that our key is another one."""
-    one, other = (trio.SocketStream(trio.socket.from_stdlib_socket(each)) for each in socket.socketpair())
-    async with one, other:
-        await control.ControlChannel(other, client=False).send({"trio_ucx check 1": "nonce"})
-        await other.send_eof()
-        with pytest.raises(control.WrongKey):
-            await control.ControlChannel(one, client=True).begin(b"key", {})
 
 
 @pytest.mark.parametrize("line", [b"[1]", b"{", b"[" * 10_000])
@@ -416,7 +395,7 @@ async def test_strangers_do_not_end_the_server(line: bytes) -> None:
     with listening(**KEY) as said:
         host, port = said["listening"].split(":")
         async with await trio.open_tcp_stream(host, int(port)) as stream:
-            code = control.ControlChannel(stream, client=True)._code(True, 0, line)
+            code = control.ControlChannel(stream, client=True)._code(True, line)
             await stream.send_all(code + b" " + line + b"\n")
             with trio.fail_after(20):
                 while await stream.receive_some():
@@ -425,7 +404,7 @@ async def test_strangers_do_not_end_the_server(line: bytes) -> None:
 
 def test_names() -> None:
     status, found = check("nowhere.invalid")
-    assert status == 1 and "the name cannot be looked up" in found["control"]["found"]
+    assert status == 1 and "Name or service not known" in found["control"]["found"]
 
 
 def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
@@ -446,23 +425,28 @@ def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_a_failure_means() -> None:
-    good, nothing = transfer.Outcome([1e-3, 2e-3], ["tcp/eth0"]), transfer.Outcome(error="reset")
+    good, nothing = peers.Outcome([1e-3, 2e-3], ["tcp/eth0"]), peers.Outcome(error="reset")
     assert (
-        transfer.judge("x", {"a": good, "b": good}, "problem").found
-        == "8 bytes in 1.0 ms, 8 MiB in 2.0 ms over tcp/eth0"
+        peers.judge("x", {"a": good, "b": good}, "problem").found == "8 bytes in 1.0 ms, 8 MiB in 2.0 ms over tcp/eth0"
     )
-    failed = transfer.judge("x", {"a": nothing, "b": transfer.Outcome(refused="10.0.0.1:7 does not answer")}, "warning")
+    unused = peers.judge("x", {"a": good, "b": good}, "problem", devices.RDMA)
+    assert unused.state == "warning" and "RDMA is not used" in str(unused.advice)
+    failed = peers.judge("x", {"a": nothing, "b": peers.Outcome(refused="10.0.0.1:7 does not answer")}, "warning")
     assert failed.state == "warning" and "UCX_TCP_PORT_RANGE" in str(failed.advice) and "a: reset" in failed.found
-    short = transfer.judge("x", {"a": nothing, "b": transfer.Outcome([1.0])}, "problem")
+    short = peers.judge("x", {"a": nothing, "b": peers.Outcome([1.0])}, "problem")
     assert "MTU" in str(short.advice) and "8 MiB do not" in short.found
-    assert "UCX_NET_DEVICES" in str(transfer.judge("x", {"a": nothing, "b": transfer.Outcome()}, "problem").advice)
+    assert "UCX_NET_DEVICES" in str(peers.judge("x", {"a": nothing, "b": peers.Outcome()}, "problem").advice)
 
 
-def test_what_the_sides_compare() -> None:
-    ours = {"trio_ucx": "1", "ucx": "1.22.0", "at": "10.0.0.1"}
-    [same] = peers.compare("host", ours, {**ours, "peer": "10.0.0.1"})
-    assert same.state == "ok"
-    releases, addresses = peers.compare("host", ours, {**ours, "trio_ucx": "2", "peer": "10.9.9.9"})
+async def test_what_the_sides_compare(worker: ucp.Worker) -> None:
+    ours = {"trio_ucx": "1", "ucx": "1.22.0", "at": "10.0.0.1", "address": bytes(worker.address).hex(), "devices": {}}
+    ours = {**ours, "rdma": False, "routes": {}, "peer": "10.0.0.1"}
+    same, *_ = peers.plan("host", ours, ours)
+    assert isinstance(same, Finding) and same.state == "ok"
+    *_, last = peers.plan("host", ours, {**ours, "rdma": True})
+    assert isinstance(last, peers.Plan) and last.name == "all transports" and "rc" in last.expected
+    releases, addresses, *_ = peers.plan("host", ours, {**ours, "trio_ucx": "2", "peer": "10.9.9.9"})
+    assert isinstance(releases, Finding) and isinstance(addresses, Finding)
     assert releases.state == addresses.state == "problem" and "(NAT)" in addresses.found
 
 

@@ -55,6 +55,21 @@ def test_capabilities(
     assert described.as_lines()[0] == f"capabilities   {text}"
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "users", "bytes"),
+    [("4000", "0 0 4294967295", -1), ("4000", "0 1000 1", 8 << 20), ("2000", "0 0 4294967295", 8 << 20)],
+)
+def test_lockable_memory(
+    capabilities: str, users: str, bytes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No limit holds for the capability ipc_lock, unless it is that of a user namespace."""
+    for name, text in (("_STATUS", f"CapEff:\t{capabilities}\n"), ("_USERS", users)):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(privileges, name, tmp_path / name)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, -1))
+    assert privileges.lockable_memory() == bytes
+
+
 def test_this_process() -> None:
     found = look()
     assert found.capabilities is not None and found.without_capabilities is not None

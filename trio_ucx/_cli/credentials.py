@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import secrets
+import shlex
 from pathlib import Path
 
 from .._opening.authkey import AUTHKEY, AUTHKEY_FILE, DEFAULT_FILE, authkey, read_authkey
@@ -45,3 +48,25 @@ def find_key(parser: argparse.ArgumentParser, arguments: argparse.Namespace, *, 
         return authkey()
     except (OSError, ValueError) as error:
         parser.error(str(error))
+
+
+def server_key(arguments: argparse.Namespace) -> tuple[bytes | None, str | None]:
+    """Returns the key of ``--listen``; and its text, if it is a new one."""
+    if arguments.authkey or arguments.allow_anyone:
+        return arguments.authkey, None
+    new_key = secrets.token_hex(16)
+    return new_key.encode(), new_key
+
+
+def announce(arguments: argparse.Namespace, address: str, new_key: str | None, *options: str) -> None:
+    """Prints where ``--listen`` listens, and what to type on the other machine.
+
+    Args:
+        options: for that command.
+    """
+    if arguments.json:
+        print(json.dumps({"listening": address, **({"authkey": new_key} if new_key else {})}), flush=True)
+        return
+    command = f"{f'{AUTHKEY}={new_key} ' if new_key else ''}{arguments.prog} {shlex.join([*options, address])}"
+    same = ", with the same key" if arguments.authkey else ""
+    print(f"listening at {address}\non the other machine{same}: {command}", flush=True)

@@ -6,8 +6,6 @@ import argparse
 import json
 import math
 import os
-import secrets
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from .. import Connection, NotAdmitted, connect, serve_ucx
 from .._opening.authkey import AUTHKEY
 from .._util.socket_addresses import format_address, split_address
 from . import perf_plot
-from .credentials import ABOUT_KEYS, add_key_options, find_key
+from .credentials import ABOUT_KEYS, add_key_options, announce, find_key, server_key
 from .errors import EXPECTED, describe
 from .idle_cores import count_idle_cores
 from .local_pair import run_pair, transport_options
@@ -208,8 +206,7 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
 async def run_server(arguments: argparse.Namespace) -> int:
     host, port = arguments.listen
     perf_server = PerfServer()
-    new_key = None if arguments.authkey or arguments.allow_anyone else secrets.token_hex(16)
-    authkey = new_key.encode() if new_key is not None else arguments.authkey
+    authkey, new_key = server_key(arguments)
     credentials = {"authkey": authkey, "allow_anyone": arguments.allow_anyone}
 
     async def handle(connection: Connection) -> None:
@@ -232,24 +229,12 @@ async def run_server(arguments: argparse.Namespace) -> int:
     async with chosen_worker(arguments.transports) as worker, trio.open_nursery() as nursery:
         server = await nursery.start(partial(serve_ucx, handle, port, host=host, worker=worker, **credentials))
         address = format_address(server[0].address)
-        if arguments.json:
-            print(json.dumps({"listening": address, **({"authkey": new_key} if new_key else {})}), flush=True)
-        else:
-            print(f"listening at {address}\n{other_side(arguments, server.address, new_key)}", flush=True)
+        announce(arguments, address, new_key, *transport_options(arguments.transports))
         if arguments.until_stdin_closes:
             async with trio.lowlevel.FdStream(sys.stdin.fileno()) as stdin:
                 await stdin.receive_some(1)
             nursery.cancel_scope.cancel()
     return 0
-
-
-def other_side(arguments: argparse.Namespace, address: tuple[str, int], new_key: str | None) -> str:
-    """Returns what to type on the other machine."""
-    options = transport_options(arguments.transports)
-    command = f"{arguments.prog} {shlex.join([*options, format_address(address)])}"
-    if new_key is not None:
-        return f"on the other machine: {AUTHKEY}={new_key} {command}"
-    return f"on the other machine{', with the same key' if arguments.authkey else ''}: {command}"
 
 
 class Visit:

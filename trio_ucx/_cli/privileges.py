@@ -97,7 +97,7 @@ def look() -> Privileges:
     """Returns what the kernel lets this process do. Takes a moment: it starts a process."""
     names = lacking = None
     if (held := _effective_capabilities()) is not None:
-        last = _read(_LAST_CAPABILITY) or ""
+        last = read(_LAST_CAPABILITY) or ""
         count = max(held.bit_length(), int(last) + 1 if last.isdecimal() else len(_CAPABILITIES))
         names = [_name(number) for number in range(count) if held >> number & 1]
         lacking = [_name(number) for number in range(count) if not held >> number & 1]
@@ -105,8 +105,8 @@ def look() -> Privileges:
     return Privileges(
         capabilities=names,
         without_capabilities=lacking,
-        in_user_namespace=None if (users := _read(_USERS)) is None else users.split() != _ALL_USERS,
-        ptrace_scope=_read(_PTRACE_SCOPE) if _PTRACE_SCOPE.exists() else "this kernel has no Yama",
+        in_user_namespace=None if (users := read(_USERS)) is None else users.split() != _ALL_USERS,
+        ptrace_scope=read(_PTRACE_SCOPE) if _PTRACE_SCOPE.exists() else "this kernel has no Yama",
         cma=_try_cma(),
         shared_memory=total,
         free_shared_memory=free,
@@ -115,11 +115,19 @@ def look() -> Privileges:
     )
 
 
+def lockable_memory() -> int:
+    """Returns how many bytes this process may lock; -1: no limit, as with the capability ipc_lock."""
+    exempt = (_effective_capabilities() or 0) >> _CAPABILITIES.index("ipc_lock") & 1
+    if exempt and (read(_USERS) or "").split() == _ALL_USERS:
+        return -1
+    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+
+
 def _name(capability: int) -> str:
     return _CAPABILITIES[capability] if capability < len(_CAPABILITIES) else str(capability)
 
 
-def _read(path: Path) -> str | None:
+def read(path: Path) -> str | None:
     """Returns what is in a file; None if it cannot be read."""
     try:
         return path.read_text().strip()
@@ -129,7 +137,7 @@ def _read(path: Path) -> str | None:
 
 def _effective_capabilities() -> int | None:
     """Returns the set as a bit mask."""
-    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", _read(_STATUS) or "", re.MULTILINE)
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", read(_STATUS) or "", re.MULTILINE)
     return None if found is None else int(found[1], 16)
 
 

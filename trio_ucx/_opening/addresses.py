@@ -100,7 +100,7 @@ def reachable_address(listening: Sequence[tuple[str, int]], own: Collection[str]
         family = family_of(host)
         usable = [one for one in own if family_of(one) is family and _is_for_others(one)]
         if usable:
-            outward = _outward_address(family, _WILDCARDS[host][1])
+            outward = outward_address(_WILDCARDS[host][1])
             return outward if outward in usable else usable[0], port
     return _WILDCARDS[listening[0][0]][0], port
 
@@ -110,9 +110,12 @@ def _is_for_others(ip: str) -> bool:
     return not (parsed.is_loopback or parsed.is_link_local)
 
 
-def _outward_address(family: socket.AddressFamily, destination: str) -> str | None:
-    """The address from which packets leave this machine, which the kernel knows without sending one."""
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+def outward_address(destination: str) -> str | None:
+    """Returns the address of this machine from which packets to another IP address go; None without a route.
+
+    The kernel knows it without sending one.
+    """
+    with suppress(OSError), socket.socket(family_of(destination), socket.SOCK_DGRAM) as probe:
         probe.connect((destination, 9))
         return str(probe.getsockname()[0])
     return None

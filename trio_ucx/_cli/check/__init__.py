@@ -5,10 +5,8 @@
     devices   RDMA devices and GPUs: why UCX does not use them
     software  which UCX, its transports, and the environment variables for it
     control   the authenticated channel between the two sides of ``check HOST``
-    transfer  one attempt to send messages over some transport in one direction
     peers     ``check HOST`` and ``check --listen``
     command   the command line
 
-A check is a function that returns findings. Those about this machine read nothing themselves: they get a
-:class:`~.machine.Machine`, or other records of what was read.
+A check is a function that returns findings. It takes what was read as arguments, or where to read it.
 """

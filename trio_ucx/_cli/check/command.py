@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import secrets
 from functools import partial
 from typing import Any
 
@@ -13,16 +12,14 @@ import trio
 
 from ... import ucp
 from ..._opening.addresses import reachable_address
-from ..._opening.authkey import AUTHKEY
 from ..._util.socket_addresses import format_address
 from ..._version import __version__
-from ..credentials import ABOUT_KEYS, add_key_options, find_key
+from ..credentials import ABOUT_KEYS, add_key_options, announce, find_key, server_key
 from ..perf import parse_address, parse_listen
-from .devices import check_gpu, check_rdma
 from .finding import Finding, worst
 from .machine import check_machine
 from .peers import check_peer, serve
-from .software import check_software, read_software
+from .software import check_software
 
 #: The port of ``check --listen``, unless another one is named.
 DEFAULT_PORT = 13337
@@ -39,17 +36,14 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "check",
         help="what keeps this machine, or the way to another host, from working well, and what to do",
-        description="Checks limits, shared memory, namespaces, devices, UCX and its transports; with HOST also whether "
-        "this host and that one can talk, in both directions, over every transport. The exit status is 1 if there is "
-        "a problem; warnings do not count.",
+        description="Checks limits, devices, UCX and its transports; with HOST also whether both hosts can talk, over "
+        "every transport, in both directions. The exit status is 1 with a problem; warnings do not count.",
         epilog="Two hosts: `check --listen` on one prints what to type on the other. " + ABOUT_KEYS,
     )
     role = parser.add_mutually_exclusive_group()
-    about = f"where `check --listen` runs; by default port {DEFAULT_PORT}"
-    role.add_argument("address", nargs="?", type=parse_host, metavar="HOST[:PORT]", help=about)
-    about = f"serve one client after another until Ctrl-C; by default at port {DEFAULT_PORT}"
-    default = (None, DEFAULT_PORT)
-    role.add_argument("--listen", type=parse_listen, nargs="?", const=default, metavar="[HOST:]PORT", help=about)
+    role.add_argument("address", nargs="?", type=parse_host, metavar="HOST[:PORT]", help="where `check --listen` runs")
+    about = {"metavar": "[HOST:]PORT", "help": f"serve clients until Ctrl-C; by default at port {DEFAULT_PORT}"}
+    role.add_argument("--listen", type=parse_listen, nargs="?", const=(None, DEFAULT_PORT), **about)
     add_key_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -68,15 +62,11 @@ async def check(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             print(finding, flush=True)
 
-    for finding in check_machine():
+    software, works = await check_software()
+    for finding in (*check_machine(), *software):
         report(finding)
-    software = await read_software()
-    of_devices = (look(software.present, software.enabled) for look in (check_rdma, check_gpu))
-    for finding in (*check_software(software), *of_devices):
-        report(finding)
-    if arguments.address is not None and software.error is None:
-        host, port = arguments.address
-        await check_peer(host, port, arguments.authkey, report)
+    if arguments.address is not None and works:
+        await check_peer(arguments.address, arguments.authkey, report)
     state = worst(findings)
     if arguments.json:
         facts = {"trio_ucx": __version__, "state": state, "findings": [attrs.asdict(each) for each in findings]}
@@ -86,17 +76,11 @@ async def check(arguments: argparse.Namespace) -> int:
 
 async def listen(arguments: argparse.Namespace) -> int:
     host, port = arguments.listen
-    new_key = None if arguments.authkey or arguments.allow_anyone else secrets.token_hex(16)
-    authkey = arguments.authkey if new_key is None else new_key.encode()
+    authkey, new_key = server_key(arguments)
     listeners = await trio.open_tcp_listeners(port, host=host)
     async with ucp.open_worker() as worker:
         own = [ip for ip, _ in worker.address.tcp_addresses]
-        address = format_address(reachable_address([each.socket.getsockname()[:2] for each in listeners], own))
-        if arguments.json:
-            print(json.dumps({"listening": address, **({"authkey": new_key} if new_key else {})}), flush=True)
-        else:
-            command = f"{f'{AUTHKEY}={new_key} ' if new_key else ''}python -m trio_ucx check {address}"
-            same = ", with the same key" if arguments.authkey else ""
-            print(f"listening at {address}\non the other machine{same}: {command}", flush=True)
-        await trio.serve_listeners(partial(serve, worker=worker, authkey=authkey, turn=trio.Lock()), listeners)
+        address = reachable_address([each.socket.getsockname()[:2] for each in listeners], own)
+        announce(arguments, format_address(address), new_key)
+        await trio.serve_listeners(partial(serve, worker=worker, authkey=authkey), listeners)
     return 0

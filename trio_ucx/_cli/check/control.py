@@ -1,7 +1,8 @@
 """The authenticated channel between the two sides of ``check HOST``: lines of JSON over TCP, without UCX.
 
-Each side sends a nonce. From then on each line has a code, made with a key that both sides derive from the authkey and
-the nonces. A side with another key is noticed at the first of these lines.
+Each line has a code. Each side first sends a nonce; from then on both make the codes with a key that they derive from
+the authkey and the nonces. A side with another key is noticed at the first of these lines, which
+both send before they read.
 """
 
 from __future__ import annotations
@@ -13,22 +14,29 @@ from typing import Any
 
 import trio
 
-from ..errors import PerfError
+from ..errors import PerfError, describe
 
-#: What tells this program and its version from others.
-_GREETING = "trio_ucx check 1"
-#: The longest line, in bytes (a worker address may have 48,000), and that of a peer that has shown no key yet.
-_LONGEST, _LONGEST_OF_STRANGERS = 1 << 18, 1 << 14
+#: What tells this program and its version from others: the key of a side's first line.
+_PROGRAM = b"trio_ucx check 1"
+#: The longest line, in bytes: a worker address may have 48,000.
+_LONGEST = 1 << 18
 #: Seconds for an answer.
 ANSWER = 10.0
+_OTHER_PROGRAM = "the other side is not `python -m trio_ucx check` of the same release"
 
 
-class ControlError(PerfError):
-    """The two sides cannot talk about the checks; the text says why."""
+async def connect(address: tuple[str, int], seconds: float = ANSWER) -> trio.SocketStream:
+    """Connects plain TCP.
 
-
-class WrongKey(ControlError):
-    """The two sides have different keys."""
+    Raises:
+        PerfError: there is nothing at the address, or no answer.
+    """
+    with trio.move_on_after(seconds):
+        try:
+            return await trio.open_tcp_stream(*address)
+        except OSError as error:
+            raise PerfError(describe(error.__cause__ or error)) from None
+    raise PerfError(f"no answer within {seconds:g} seconds")
 
 
 class ControlChannel:
@@ -36,68 +44,49 @@ class ControlChannel:
 
     def __init__(self, stream: trio.SocketStream, *, client: bool) -> None:
         self._stream, self._client = stream, client
-        self._key, self._sent, self._received = b"", 0, 0
-        self._buffer = bytearray()
+        self._key, self._buffer = _PROGRAM, bytearray()
+        #: How many lines the client has sent (True), and the server.
+        self._lines = {True: 0, False: 0}
 
-    async def begin(self, authkey: bytes | None, facts: dict[str, Any]) -> dict[str, Any]:
+    async def begin(self, authkey: bytes | None, facts: dict[str, Any]) -> Any:
         """Authenticates the sides to each other, and returns the other side's facts."""
-        nonce = secrets.token_hex(32)
-        await self.send({_GREETING: nonce})
-        greeting = await self.receive()
-        if _GREETING not in greeting:
-            raise ControlError("the other side is of another release: use one release of trio_ucx on both sides")
-        nonces = [nonce, str(greeting[_GREETING])]
-        self._key = hmac.digest(authkey or b"", "/".join(nonces if self._client else nonces[::-1]).encode(), "sha256")
+        nonce = secrets.token_hex(32).encode()
+        await self._send_line(nonce)
+        nonces = sorted([nonce, await self._receive_line(ANSWER)])
+        self._key = hmac.digest(authkey or b"", b"/".join(nonces), "sha256")
         await self.send(facts)
         return await self.receive()
 
-    def _code(self, client: bool, number: int, line: bytes) -> bytes:
-        return hmac.digest(self._key, b"%d %d %s" % (client, number, line), "sha256").hex().encode()
-
     async def send(self, message: dict[str, Any]) -> None:
-        line = json.dumps(message).encode()
-        code, self._sent = self._code(self._client, self._sent, line), self._sent + 1
-        try:
-            await self._stream.send_all(b"%s %s\n" % (code, line))
-        except trio.BrokenResourceError:
-            raise ControlError("the other side has closed the connection") from None
+        await self._send_line(json.dumps(message).encode())
 
-    async def receive(self, seconds: float = ANSWER) -> dict[str, Any]:
+    async def receive(self, seconds: float = ANSWER) -> Any:
         """Returns the next message.
 
         Raises:
-            ControlError: the peer has closed the connection, does not answer, has another key, or is something else.
+            PerfError: the peer has closed the connection, does not answer, has another key, or is something else.
+            trio.BrokenResourceError: the connection broke.
         """
-        with trio.move_on_after(seconds) as scope:
-            line = await self._receive_line()
-        if scope.cancelled_caught:
-            raise ControlError(f"the other side did not answer within {seconds:g} seconds")
-        code, _, text = line.partition(b" ")
-        right = hmac.compare_digest(code, self._code(not self._client, self._received, text))
-        if not right and self._received == 1:
-            raise WrongKey("the two sides have different keys")
-        self._received += 1
-        try:
-            message = json.loads(text)
-        except (ValueError, RecursionError):
-            message = None
-        if not right or not isinstance(message, dict):
-            raise ControlError("the other side is not `python -m trio_ucx check`")
-        return message
+        return json.loads(await self._receive_line(seconds))
 
-    async def _receive_line(self) -> bytes:
-        """Returns the next line. After the greetings, a peer that closes has seen that our key differs: b""."""
-        while b"\n" not in self._buffer:
-            try:
-                more = await self._stream.receive_some()
-            except trio.BrokenResourceError:
-                more = b""
-            if not more and self._received == 1:
-                return b""
-            if not more:
-                raise ControlError("the other side has closed the connection")
-            self._buffer += more
-            if len(self._buffer) > (_LONGEST if self._received > 1 else _LONGEST_OF_STRANGERS):
-                raise ControlError("the other side is not `python -m trio_ucx check`")
+    def _code(self, client: bool, line: bytes) -> bytes:
+        """Returns the code of the next line of a side."""
+        self._lines[client] += 1
+        return hmac.digest(self._key, b"%d %d %s" % (client, self._lines[client], line), "sha256").hex().encode()
+
+    async def _send_line(self, line: bytes) -> None:
+        await self._stream.send_all(b"%s %s\n" % (self._code(self._client, line), line))
+
+    async def _receive_line(self, seconds: float) -> bytes:
+        with trio.move_on_after(seconds) as scope:
+            while b"\n" not in self._buffer and len(self._buffer) < _LONGEST:
+                if not (more := await self._stream.receive_some()):
+                    raise PerfError("the other side has closed the connection")
+                self._buffer += more
+        if scope.cancelled_caught:
+            raise PerfError(f"the other side did not answer within {seconds:g} seconds")
         line, _, self._buffer = self._buffer.partition(b"\n")
-        return bytes(line)
+        code, _, text = bytes(line).partition(b" ")
+        if not hmac.compare_digest(code, self._code(not self._client, text)):
+            raise PerfError(_OTHER_PROGRAM if self._key == _PROGRAM else "the two sides have different keys")
+        return text

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes.util
 import os
-import resource
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..._native import ucx
-from .finding import Finding, list_folder, read_text, warn_unless
+from ..privileges import format_bytes, lockable_memory, read
+from .finding import Finding, first_of, list_folder, warn_unless
 
 #: Transports and their devices, such as ("tcp", "eth0").
 Resources = Sequence[tuple[str, str]]
@@ -20,6 +20,10 @@ _PEER_MEMORY = ("nvidia_peermem", "nv_peer_mem", "gdrdrv")
 #: Locked memory with which RDMA works, roughly: UCX registers its queues and pools of buffers.
 _LOCKED = 64 << 20
 _MEMLOCK = "raise RLIMIT_MEMLOCK (ulimit -l unlimited, LimitMEMLOCK=infinity, docker run --ulimit memlock=-1)"
+_CABLE = "connect the cable; InfiniBand also needs a subnet manager in the network"
+_VERBS = "in a container: docker run --device=/dev/infiniband, a device plugin; elsewhere: modprobe ib_uverbs"
+_SYSTEM_UCX = "install the UCX of the distribution, DOCA or MOFED, and set TRIO_UCX_SYSTEM_UCX=1"
+_RDMA_CORE = "install rdma-core (Debian: libibverbs1 and ibverbs-providers)"
 
 
 def _named(resources: Resources, beginnings: str | tuple[str, ...]) -> str:
@@ -39,36 +43,26 @@ def check_rdma(present: Resources, enabled: Resources, root: Path = Path("/")) -
         present, enabled: UCX's transports and devices: all, and those that the configuration allows.
         root: where ``sys`` and ``dev`` are.
     """
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked = lockable_memory()
+    little, amount = 0 <= locked < _LOCKED, "no limit" if locked < 0 else format_bytes(locked)
     if used := _named(enabled, RDMA):
-        return warn_unless(not 0 <= locked < _LOCKED, "InfiniBand", f"{used}; memory to lock: {locked}", _MEMLOCK)
-    classes, nodes = root / "sys/class/infiniband", root / "dev/infiniband"
-    known = list_folder(classes)
-    ports = [read_text(port / "state") for port in sorted(classes.glob("*/ports/*"))]
-    verbs = list(nodes.glob("uverbs*"))
-    names = ", ".join(known)
-    if unused := _named(present, RDMA):
-        found, advice = f"the configuration disables {unused}", "change UCX_TLS and UCX_NET_DEVICES (or config=)"
-    elif not known:
-        return Finding("InfiniBand", "ok", "none: the kernel has no RDMA device")
-    elif not any("ACTIVE" in state for state in ports):
-        found = f"no port of {names} is active ({', '.join(ports)})"
-        advice = "connect the cable; InfiniBand also needs a subnet manager in the network"
-    elif not verbs:
-        found = f"the kernel has {names}, but there is no /dev/infiniband/uverbs* here"
-        advice = "in a container: docker run --device=/dev/infiniband, a device plugin; elsewhere: modprobe ib_uverbs"
-    elif not any(os.access(node, os.R_OK | os.W_OK) for node in verbs):
-        found, advice = "this user may not open /dev/infiniband/uverbs*", "give it access (mode 666, udev)"
-    elif not _has_module("ib"):
-        found = "this UCX was built without InfiniBand, as that of libucx-cu12 is"
-        advice = "install the UCX of the distribution, DOCA or MOFED, and set TRIO_UCX_SYSTEM_UCX=1"
-    elif ctypes.util.find_library("ibverbs") is None:
-        found, advice = "there is no libibverbs", "install rdma-core (Debian: libibverbs1 and ibverbs-providers)"
-    elif 0 <= locked < _LOCKED:
-        found, advice = f"this process may lock only {locked} bytes of memory", _MEMLOCK
-    else:
-        found, advice = f"UCX does not use {names}", "UCX_LOG_LEVEL=debug python -m trio_ucx info may say why"
-    return Finding("InfiniBand", "warning", f"none: {found}", advice)
+        return warn_unless(not little, "InfiniBand", f"{used}; memory to lock: {amount}", _MEMLOCK)
+    classes, nodes, unused = root / "sys/class/infiniband", root / "dev/infiniband", _named(present, RDMA)
+    names, verbs = ", ".join(list_folder(classes)), list(nodes.glob("uverbs*"))
+    ports = ", ".join(read(port / "state") or "unknown" for port in sorted(classes.glob("*/ports/*")))
+    may_open = any(os.access(node, os.R_OK | os.W_OK) for node in verbs)
+    return first_of(
+        "InfiniBand",
+        (unused, f"none: the configuration disables {unused}", "change UCX_TLS and UCX_NET_DEVICES (or config=)"),
+        (not names, "none: the kernel has no RDMA device", None),
+        ("ACTIVE" not in ports, f"none: no port of {names} is active ({ports})", _CABLE),
+        (not verbs, f"none: the kernel has {names}, but there is no /dev/infiniband/uverbs* here", _VERBS),
+        (not may_open, "none: this user may not open /dev/infiniband/uverbs*", "give it access (mode 666, udev)"),
+        (not _has_module("ib"), "none: this UCX was built without InfiniBand, as that of libucx-cu12 is", _SYSTEM_UCX),
+        (ctypes.util.find_library("ibverbs") is None, "none: there is no libibverbs", _RDMA_CORE),
+        (little, f"none: this process may lock only {amount}", _MEMLOCK),
+        (True, f"none: UCX does not use {names}", "UCX_LOG_LEVEL=debug python -m trio_ucx info may say why"),
+    )
 
 
 def check_gpu(present: Resources, enabled: Resources, root: Path = Path("/")) -> Finding:
@@ -78,13 +72,12 @@ def check_gpu(present: Resources, enabled: Resources, root: Path = Path("/")) ->
         good = peer_memory or not _named(enabled, RDMA)
         found = f"{used}; RDMA to its memory: {', '.join(peer_memory) or 'no kernel module'}"
         return warn_unless(good, "GPU", found, "load nvidia_peermem, or install gdrcopy")
-    if not gpus and not nodes:
-        return Finding("GPU", "ok", "none: there is no NVIDIA device")
-    found, advice = "UCX finds no driver", "install libcuda.so.1 (in a container: docker run --gpus all)"
-    if _named(present, "cuda"):
-        found, advice = "the configuration disables it", "add cuda to UCX_TLS"
-    elif not nodes:
-        found, advice = "there is no /dev/nvidia* here", "in a container: docker run --gpus all"
-    elif not _has_module("cuda"):
-        found, advice = "this UCX was built without CUDA", "install libucx-cu12 or libucx-cu13, or a UCX with CUDA"
-    return Finding("GPU", "warning", f"no GPU memory can be sent: {found}", advice)
+    no = "no GPU memory can be sent"
+    return first_of(
+        "GPU",
+        (not gpus and not nodes, "none: there is no NVIDIA device", None),
+        (_named(present, "cuda"), f"{no}: the configuration disables it", "add cuda to UCX_TLS"),
+        (not nodes, f"{no}: there is no /dev/nvidia* here", "in a container: docker run --gpus all"),
+        (not _has_module("cuda"), f"{no}: this UCX was built without CUDA", "install libucx-cu12, or a UCX with CUDA"),
+        (True, f"{no}: UCX finds no driver", "install libcuda.so.1 (in a container: docker run --gpus all)"),
+    )

@@ -38,21 +38,18 @@ class Finding:
 
 
 def worst(findings: Sequence[Finding]) -> State:
-    states: list[State] = ["ok", "warning", "problem"]
-    return max((each.state for each in findings), key=states.index, default="ok")
+    return max((each.state for each in findings), key=["ok", "warning", "problem"].index, default="ok")
+
+
+def first_of(id: str, *rows: tuple[object, str, str | None]) -> Finding:
+    """Returns what the first row (condition, found, advice) says whose condition holds. Without advice all is well."""
+    found, advice = next((found, advice) for condition, found, advice in rows if condition)
+    return Finding(id, "ok" if advice is None else "warning", found, advice)
 
 
 def warn_unless(good: object, id: str, found: str, advice: str) -> Finding:
     """Returns a warning with advice, or that all is well."""
     return Finding(id, "ok", found) if good else Finding(id, "warning", found, advice)
-
-
-def read_text(path: Path) -> str:
-    """Returns what is in a file; "" if it cannot be read."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def list_folder(path: Path) -> list[str]:
