@@ -349,7 +349,7 @@ def test_keys(tmp_path: Path) -> None:
         for environment in (KEY, {}):
             status, found = check(said["listening"], **environment)
             assert status == 1 and "different keys" in found["control"]["found"]
-            assert "TRIO_UCX_AUTHKEY" in found["control"]["advice"] and not states(found, ", to")
+            assert "--authkey-file" in found["control"]["advice"] and not states(found, ", to")
     with listening("--listen", "127.0.0.1:0", "--allow-anyone", **KEY) as said:
         assert check(said["listening"])[0] == 0
 
@@ -360,7 +360,7 @@ def test_nothing_listens() -> None:
         port = unused.getsockname()[1]
         status, found = check(f"127.0.0.1:{port}")
     assert status == 1 and "refused" in found["control"]["found"]
-    assert f"python -m trio_ucx check --listen {port};" in found["control"]["advice"]
+    assert f"python -m trio_ucx check --listen {port} there" in found["control"]["advice"]
 
 
 @pytest.mark.parametrize("answer", [b"SSH-2.0-x\r\n", b"a" * 300_000, b""])

@@ -184,8 +184,8 @@ async def check_peer(address: tuple[str, int], authkey: bytes | None, report: Ca
                     report(judge(f"{step.name}, {way} {host}", sides, step.failure, step.expected))
             await channel.send({"attempt": None})
     except* (PerfError, *FAILURES) as error:
-        start = f"let TCP port {port} through; start there: python -m trio_ucx check --listen {port}"
-        advice = f"{start}; type here what that prints, with TRIO_UCX_AUTHKEY, or use one --authkey-file on both sides"
+        start = f"start python -m trio_ucx check --listen {port} there, and type here what it prints, with the key"
+        advice = f"{start}, or use one --authkey-file on both sides; let TCP port {port} through"
         report(Finding("control", "problem", f"{format_address(address)}: {describe(error)}", advice))
 
 
