@@ -171,6 +171,8 @@ def _with_errno(error: OSError) -> OSError:
 
 def _hint(number: int) -> str:
     """Returns what to look at first, for an errno."""
+    if number == errno.ENETUNREACH:
+        return "; is the network device up (ip link), and is there a route (ip route)?"
     return "; is a listener open there?" if number in (errno.ECONNREFUSED, errno.ENOENT) else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -27,13 +29,25 @@ import attrs
 import pytest
 import trio
 from helpers import assert_gone, children_of, open_pair, python_path
+from networks import need
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._cli import completion, info, main, payload_paths, perf, perf_plot, perf_protocol, perf_results, rounds
+from trio_ucx._cli import (
+    completion,
+    info,
+    main,
+    measuring,
+    payload_paths,
+    perf,
+    perf_plot,
+    perf_protocol,
+    perf_results,
+    rounds,
+)
 from trio_ucx._cli.errors import PerfError, describe
 
-from .programs import AUTHKEY, QUICK, TIMEOUT, listening_address, read_line, run_cli, start_cli
+from .programs import AUTHKEY, COMMAND, QUICK, TIMEOUT, environment, listening_address, read_line, run_cli, start_cli
 
 
 def wait_both_started(process: subprocess.Popen[str]) -> list[int]:
@@ -687,6 +701,13 @@ def test_no_process_outlives_a_killed_command() -> None:
         (["perf", "--listen", "0", "--csv", "-P", "2"], "the client chooses --parallel, --csv"),
         (["perf", "--plot", "x.doc"], "the name must end with one of .avif, .eps"),
         (["perf", "--plot", "/nowhere/x.png"], "there is no folder /nowhere"),
+        (["perf", "a..b:1"], "'a..b' cannot be the name of a host"),
+        (["perf", f"{'a' * 70}:1"], "cannot be the name of a host"),
+        (["perf", "--listen", "a..b:0"], "cannot be the name of a host"),
+        (["check", "--listen", "a..b:0"], "cannot be the name of a host"),
+        (["perf", "--listen", "9" * 5000], "between 0 and 65535"),
+        (["perf", "--sizes", "9" * 5000], "from 1 byte to 1G"),
+        (["perf", "--plot", "/tmp"], "--plot: /tmp is a folder"),
         (["perf", "--nonsense\n\x1b[2J"], "perf: error: unknown arguments: --nonsense??[2J; see"),
         (["completion", "sh"], "invalid choice: 'sh'"),
         (["report"], "required: PID"),
@@ -709,6 +730,139 @@ def test_wrong_arguments_of_a_process() -> None:
         "python -m trio_ucx perf: error: argument --sizes: 'big' is not a message size: write bytes, as in 8,1k,64k,1M"
         "; see python -m trio_ucx perf --help\n"
     )
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["info"], ["perf", "--listen", "127.0.0.1:0"]])
+def test_no_space_for_the_output(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, *arguments], env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT
+        )
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"python -m trio_ucx[ \w]*: the output cannot be written: \[Errno 28\] No space left on device\n", done.stderr
+    )
+
+
+def test_a_listener_that_cannot_print_goes_on() -> None:
+    async def fail(address: str) -> None:
+        async with trio_ucx.connect(address, authkey=AUTHKEY.encode()) as connection:
+            await connection.send(b"nonsense", tag=payload_paths.CONTROL_TAG)
+            with contextlib.suppress(trio.EndOfChannel, trio.BrokenResourceError):
+                while True:
+                    await connection.receive(tag=payload_paths.CONTROL_TAG)
+
+    with Path("/dev/full").open("w") as full:
+        with start_cli("perf", "--listen", "127.0.0.1:0", stderr=full.fileno()) as server:
+            address = listening_address(server)
+            assert server.stdout is not None
+            server.stdout.close()
+            trio.run(fail, address)
+            for _ in range(2):
+                done = run_cli("perf", address, *QUICK)
+                assert (done.returncode, done.stderr) == (0, "")
+            assert server.poll() is None
+
+
+def test_closed_standard_streams() -> None:
+    def run(closed: str) -> tuple[int, str]:
+        command = ["sh", "-c", f'exec "$@" {closed}', "sh", *COMMAND, "completion"]
+        done = subprocess.run(command, env=environment(), stderr=subprocess.PIPE, text=True, timeout=TIMEOUT)
+        return done.returncode, done.stderr
+
+    status, errors = run(">&-")
+    assert status == 2 and errors.count("\n") == 1 and "required: SHELL" in errors
+    assert run("<&- >&- 2>&-") == (2, "")
+
+
+def test_encoding_without_all_characters() -> None:
+    """Neither stdout's, nor that of the arguments."""
+    done = run_cli("info", UCX_TLS="ä", PYTHONIOENCODING="ascii")
+    assert done.returncode == 1 and "UCX_TLS=\\xe4" in done.stdout and "Traceback" not in done.stderr
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = run_cli("perf", "--listen", "127.0.0.1:0", "--transports", "ä", **plain)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "starting UCX with the transports" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("seconds", [1e-320, 1e300])
+async def test_extreme_times(seconds: float) -> None:
+    """A division overflows, and a product."""
+    async with open_ends() as client:
+        with trio.move_on_after(1):
+            await measuring.repeat(client, rounds.RoundKind.LATENCY, 8, None, seconds, lambda share: None, ({}, {}))
+
+
+def test_a_plot_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is noticed before the measurements."""
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(ValueError, match=r"this user may not write .*x\.png"):
+        perf_plot.new_figure(tmp_path / "x.png")
+
+
+def test_note_about_keys_only_where_they_matter() -> None:
+    done = run_cli("perf", UCX_TLS="self")
+    assert done.returncode == 1 and "shared memory cannot be used" in done.stderr
+    assert "authkey" not in done.stderr
+
+
+@pytest.mark.root
+def test_no_device_is_up() -> None:
+    need("unshare", "--net", "true", why="a network namespace")
+    command = ["unshare", "--net", *COMMAND, "perf"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "Network is unreachable; is the network device up (ip link)" in done.stderr
+
+
+async def test_memory_of_another_release() -> None:
+    """The client says so, instead of showing a traceback."""
+    async with open_ends() as client:
+        with pytest.raises(PerfError, match="the server's memory cannot be used: these 3 bytes"):
+            await client._attach(b"???")
+
+
+def test_no_descriptor_for_plain_tcp() -> None:
+    async def main() -> None:
+        async with open_ends() as client:
+            error = OSError(errno.EMFILE, "Too many open files")
+            with mock.patch.object(trio.SocketListener, "accept", side_effect=error):
+                async with client.plain_tcp() as why_not:
+                    assert why_not.startswith("the other side: it cannot accept another connection: [Errno 24]")
+
+    trio.run(main)
+
+
+def test_too_little_memory() -> None:
+    limited = ["sh", "-c", 'ulimit -v 1000000; exec "$@"', "sh", *COMMAND]
+    command = [*limited, "perf", "--sizes", "1G", "--iterations", "1"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "python -m trio_ucx perf: there is not enough memory (ulimit -v, or the limit of the control group)"
+    ]
+
+
+def runs_a_server(pid: int) -> bool:
+    """True if it is a server of a pair, which Python has begun to start."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"--until-stdin-closes" in command and not command.startswith(b"sh")
+    return False
+
+
+def test_ctrl_c_while_the_processes_start() -> None:
+    """They do not show where it has interrupted their imports."""
+    with start_cli("perf", "--seconds", "30", PYTHONWARNINGS="") as process:
+        children: list[int] = []
+        deadline = time.monotonic() + TIMEOUT
+        while not children and time.monotonic() < deadline:
+            children = [pid for pid in children_of(process.pid) if runs_a_server(pid)]
+        time.sleep(0.1)  # now Python has begun
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=TIMEOUT)
+        assert (process.returncode, errors) == (130, "")
+        assert_gone(children)
 
 
 def test_sizes() -> None:

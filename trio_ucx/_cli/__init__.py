@@ -7,6 +7,7 @@
     credentials    the key of --listen and of its clients
     sizes          message sizes, as people write them
     idle_cores     how many cores other programs leave idle
+    listener_log   what a listener prints about its clients
     rounds         the payloads of a measurement, and how they are verified
     payload_paths  what carries the payloads of a measurement: Connections, or plain TCP beside them
     perf_protocol  what the client and the server of a measurement say to each other
@@ -68,30 +69,55 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
-    arguments, unknown = make_parser(program()).parse_known_args(argv)
-    if unknown:
-        Parser(prog=arguments.prog).error(f"unknown arguments: {' '.join(unknown)}")
+    prog = program()
     try:
+        arguments, unknown = make_parser(prog).parse_known_args(argv)
+        prog = arguments.prog
+        if unknown:
+            Parser(prog=prog).error(f"unknown arguments: {' '.join(unknown)}")
         status: int = arguments.run(arguments)
         sys.stdout.flush()
         return status
     except BaseException as error:
         parts = list(leaves(error))
+        lost = lose_output()
         if any(isinstance(part, KeyboardInterrupt) for part in parts):
             return 130
-        if any(isinstance(part, BrokenPipeError) for part in parts):  # whoever read our output has gone
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
+        if any(isinstance(part, BrokenPipeError) for part in (*parts, lost)):  # whoever read our output has gone
             return 1
         if all(isinstance(part, AlreadyReported) for part in parts):
             return 1
+        if lost is not None and (is_expected(error) or isinstance(error, SystemExit)):
+            print(f"{prog}: the output cannot be written: {describe(lost)}", file=sys.stderr)
+            return 1
         if not is_expected(error):
             raise
-        print(f"{arguments.prog}: {describe(error)}", file=sys.stderr)
+        print(f"{prog}: {describe(error)}", file=sys.stderr)
         return 1
 
 
+def lose_output() -> OSError | None:
+    """Writes what stdout still holds. If that fails, returns why, and spares the interpreter's last flush the same."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
+
+
 def keep_stdout_for_results() -> None:
-    """Sends to stderr what UCX prints: otherwise its warnings would be mixed with the JSON on stdout."""
-    sys.stdout.flush()
-    sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, closefd=False)
+    """Sends to stderr what UCX prints: otherwise its warnings would be mixed with the JSON on stdout.
+
+    What the encoding of stdout lacks is written with backslashes. Standard streams that are closed become /dev/null.
+    """
+    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
+        os.set_inheritable(null, True)
+    os.close(null)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    encoding = None
+    if sys.stdout is not None:
+        sys.stdout.flush()
+        encoding = sys.stdout.encoding
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding=encoding, errors="backslashreplace", closefd=False)
     os.dup2(2, 1)

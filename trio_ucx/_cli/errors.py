@@ -49,8 +49,14 @@ def is_expected(error: BaseException) -> bool:
 
 def describe(error: BaseException) -> str:
     """Returns the text of all errors in a group, each once, with their notes, in one line."""
-    texts = (" -- ".join([str(leaf) or type(leaf).__name__, *getattr(leaf, "__notes__", ())]) for leaf in leaves(error))
+    texts = (" -- ".join([_text(leaf), *getattr(leaf, "__notes__", ())]) for leaf in leaves(error))
     return "; ".join(dict.fromkeys(texts))
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return str(error) or "there is not enough memory (ulimit -v, or the limit of the control group)"
+    return str(error) or type(error).__name__
 
 
 def how_it_ended(status: int) -> str:

@@ -23,13 +23,16 @@ SERVER_END = 5
 
 #: The command that both processes run.
 PERF = [sys.executable, "-m", "trio_ucx", "perf"]
+#: Runs a command that ignores Ctrl-C, which would interrupt its imports with a traceback: this process ends it.
+ONLY_PARENT_HEEDS_CTRL_C = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
 
 
 async def run_pair(arguments: argparse.Namespace) -> int:
     """Starts a server and a client, and ends both in any case."""
     authkey = secrets.token_hex(16)
     async with open_server(arguments.transports, authkey) as address, trio.open_nursery() as nursery:
-        command = [*PERF, *transport_options(arguments.transports), address, *client_options(arguments)]
+        command = [*ONLY_PARENT_HEEDS_CTRL_C, *PERF, *transport_options(arguments.transports)]
+        command += [address, *client_options(arguments)]
         client: trio.Process = await nursery.start(
             partial(trio.run_process, command, env=with_authkey(authkey), stdout=sys.stdout, check=False)
         )
@@ -49,7 +52,8 @@ async def open_server(
         options: options of UCX for the server, without ``UCX_``; they take precedence over those in the environment.
     """
     environment = {**with_authkey(authkey), **{f"UCX_{name}": value for name, value in (options or {}).items()}}
-    listen = [*PERF, *transport_options(transports), "--listen=127.0.0.1:0", "--json", "--until-stdin-closes"]
+    command = [*ONLY_PARENT_HEEDS_CTRL_C, *PERF, *transport_options(transports)]
+    listen = [*command, "--listen=127.0.0.1:0", "--json", "--until-stdin-closes"]
     async with trio.open_nursery() as nursery:
         server: trio.Process = await nursery.start(
             partial(

@@ -57,7 +57,7 @@ async def repeat(
         warm = await client.run_next(kind, size, warm_up, **options)
         if iterations is None:  # several rounds, even if they are slow
             nanoseconds = max(warm.total, warm.back)
-            limit = max(flows, min(limit, int(warm_up * (seconds or DEFAULT_SECONDS) * 1e9 / 4 / nanoseconds)))
+            limit = max(flows, int(min(limit, warm_up * (seconds or DEFAULT_SECONDS) * 1e9 / 4 / nanoseconds)))
         limits.append(limit)
     shares = [0.0] * len(variants)
     while min(shares) < 1:
@@ -67,7 +67,7 @@ async def repeat(
         measured.timings.append(await client.run_next(kind, size, count, **variants[number]))
         measured.messages += count
         if iterations is None:
-            shares[number] += (trio.current_time() - begin) / (seconds or DEFAULT_SECONDS)
+            shares[number] += min(1, (trio.current_time() - begin) / (seconds or DEFAULT_SECONDS))
         else:
             shares[number] = measured.messages / iterations
         advance(sum(min(1, each) for each in shares) / len(shares))

@@ -245,7 +245,7 @@ async def accept_stream(
     address = connection.local_address
     token = secrets.token_hex()
     found: trio.SocketStream | None = None
-    told = False
+    told, problem = False, ""
     try:
         [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1" if address is None else address[0])
     except OSError as error:
@@ -271,16 +271,19 @@ async def accept_stream(
                         nursery.cancel_scope.cancel()
 
                 nursery.start_soon(until_told)
-                with trio.move_on_after(STREAM_PATIENCE), suppress(OSError):  # no descriptor is left, say
-                    while True:
-                        nursery.start_soon(check, await listener.accept())
+                with trio.move_on_after(STREAM_PATIENCE):
+                    try:
+                        while True:
+                            nursery.start_soon(check, await listener.accept())
+                    except OSError as error:  # no descriptor is left, say
+                        problem = f"it cannot accept another connection: {error}"
                 nursery.cancel_scope.cancel()
     except BaseException:
         if found is not None:
             await trio.aclose_forcefully(found)
         raise
     if found is None and not told:
-        return f"nobody has connected to port {port} with the token"
+        return problem or f"nobody has connected to port {port} with the token"
     return found
 
 

@@ -24,6 +24,7 @@ from . import perf_plot
 from .credentials import ABOUT_KEYS, add_key_options, announce, find_key, server_key
 from .errors import EXPECTED, describe
 from .idle_cores import count_idle_cores
+from .listener_log import log_line
 from .local_pair import run_pair, transport_options
 from .measuring import DEFAULT_SECONDS, Advance, Measured, chosen_worker, progress_bar, repeat
 from .perf_protocol import PerfClient, PerfServer, Session
@@ -38,15 +39,19 @@ _LAST_WORDS = 5
 
 def parse_address(text: str) -> tuple[str, int]:
     try:
-        return split_address(text)
+        host, port = split_address(text)
+        host.encode("idna")  # as the resolver does
+    except UnicodeError as error:
+        raise argparse.ArgumentTypeError(f"{host!r} cannot be the name of a host: {error}") from None
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    return host, port
 
 
 def parse_listen(text: str) -> tuple[str | None, int]:
     if not (text.isascii() and text.isdecimal()):
         return parse_address(text)
-    if int(text) > 65535:
+    if len(text) > 5 or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"the port must be between 0 and 65535, not {text}")
     return None, int(text)
 
@@ -162,7 +167,8 @@ def add_command(commands: Any) -> None:
             try:
                 return trio.run(run_client, arguments)
             except NotAdmitted as error:
-                error.add_note(f"perf takes the key from {AUTHKEY} or --authkey-file; perf --listen prints it")
+                if "authkey" in str(error):
+                    error.add_note(f"perf takes the key from {AUTHKEY} or --authkey-file; perf --listen prints it")
                 raise
         return trio.run(run_pair, arguments)
 
@@ -216,14 +222,14 @@ async def run_server(arguments: argparse.Namespace) -> int:
         except* EXPECTED as problem:
             visit.error = describe(problem)
             if not quiet:
-                print(visit.left_text(), file=sys.stderr)
+                log_line(visit.left_text(), sys.stderr)
         with trio.move_on_after(_LAST_WORDS), suppress(*EXPECTED):
             await connection.aclose()
         if visit.session is not None and not quiet:
             if arguments.json:
-                print(json.dumps(visit.as_dict()), flush=True)
+                log_line(json.dumps(visit.as_dict()), sys.stdout)
             elif visit.error is None:
-                print(visit.left_text(), flush=True)
+                log_line(visit.left_text(), sys.stdout)
 
     quiet = arguments.until_stdin_closes  # the client runs on this machine, and prints what is wrong
     async with chosen_worker(arguments.transports) as worker, trio.open_nursery() as nursery:
@@ -257,10 +263,10 @@ class Visit:
         self.session = session
         if show:
             peer = self.peer
-            print(
+            log_line(
                 f"{self.came} client {self.address} came: {peer.stated_software}, process {peer.stated_pid} of "
                 f"{peer.stated_host}",
-                flush=True,
+                sys.stdout,
             )
 
     def as_dict(self) -> dict[str, Any]:

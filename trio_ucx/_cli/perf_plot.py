@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,12 @@ def new_figure(file: Path) -> Any:
     Raises:
         ValueError: it cannot; the text says what to do.
     """
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder")
+    if not file.parent.is_dir():
+        raise ValueError(f"there is no folder {file.parent}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"this user may not write {file}")
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -24,8 +31,6 @@ def new_figure(file: Path) -> Any:
     kinds = sorted(figure.canvas.get_supported_filetypes())
     if file.suffix[1:].lower() not in kinds:
         raise ValueError(f"the name must end with one of {', '.join(f'.{kind}' for kind in kinds)}: {file}")
-    if not file.parent.is_dir():
-        raise ValueError(f"there is no folder {file.parent}")
     return figure
 
 

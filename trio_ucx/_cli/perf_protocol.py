@@ -489,9 +489,9 @@ class PerfClient:
         except (OSError, trio.BrokenResourceError) as error:
             with _within_patience(f"no answer from the server for {PATIENCE} seconds"):
                 await tell(self.connection, {"closed": True, "why": ""})
-                while "closed" not in await hear(self.connection, "ready", "closed"):
+                while "closed" not in (answer := await hear(self.connection, "ready", "closed")):
                     pass
-            return describe(error)
+            return f"the other side: {answer['why']}" if answer["why"] else describe(error)
         try:
             with _within_patience(f"no answer from the server for {PATIENCE} seconds"):
                 answer = await hear(self.connection, "ready", "closed")
@@ -614,7 +614,10 @@ class PerfClient:
             self._detach()
             self._memories[descriptor] = []
             for connection in self._paths.connections:
-                self._memories[descriptor].append(await connection.attach(descriptor))
+                try:
+                    self._memories[descriptor].append(await connection.attach(descriptor))
+                except ValueError as error:
+                    raise PerfError(f"the server's memory cannot be used: {error}") from None
                 await self._memories[descriptor][-1].get_into(bytearray(1))  # now it can be reached without waiting
         return self._memories[descriptor]
 

@@ -16,8 +16,8 @@ def parse_sizes(text: str) -> list[int]:
         unit = _UNITS.get(part.strip()[len(digits) :])
         if unit is None or not (digits.isascii() and digits.isdecimal()):
             raise argparse.ArgumentTypeError(f"{part!r} is not a message size: write bytes, as in 8,1k,64k,1M")
-        if not 1 <= int(digits) * unit <= MAX_SIZE:
-            raise argparse.ArgumentTypeError(f"{part!r}: messages have from 1 byte to 1G")
+        if len(digits) > 10 or not 1 <= int(digits) * unit <= MAX_SIZE:
+            raise argparse.ArgumentTypeError(f"messages have from 1 byte to 1G, not {part!r}")
         sizes.append(int(digits) * unit)
     return sizes
 

@@ -376,7 +376,7 @@ def _create(options: dict[str, str], chosen: Mapping[str, str], features: Featur
     rejected = ffi.new("size_t *")
     while True:
         names = [ffi.new("char[]", option.encode()) for option in options]
-        values = [ffi.new("char[]", value.encode()) for value in options.values()]
+        values = [ffi.new("char[]", value.encode(errors="surrogateescape")) for value in options.values()]
         status = lib.tu_context_create(
             ffi.new("char *[]", names),
             ffi.new("char *[]", values),
