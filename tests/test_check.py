@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from trio_ucx._cli import main
 from trio_ucx._cli.check import command, control, devices, machine, peers, software
 from trio_ucx._cli.check.finding import Finding, worst
 from trio_ucx._cli.errors import PerfError
+from trio_ucx._cli.idle_cores import cpu_quota
 from trio_ucx._cli.privileges import Privileges
 
 CHECK = [sys.executable, "-W", "error", "-m", "trio_ucx", "check"]
@@ -197,20 +198,20 @@ def test_control_group(tmp_path: Path, path: str) -> None:
     few, enough = machine.check_control_group(tmp_path)
     assert (few.id, few.state) == ("memory", "warning") and few.found.startswith("30 MiB left")
     assert (enough.id, enough.state) == ("threads", "ok") and enough.found.startswith("60 left")
-    assert machine.cpu_quota(tmp_path) == 0.5
+    assert cpu_quota(tmp_path) == 0.5
     files(tmp_path, **{f"{base}/memory.max": "max", f"{base}/pids.max": "50", f"{base}/cpu.max": "max 100000"})
     [threads] = machine.check_control_group(tmp_path)
-    assert threads.state == "warning" and machine.cpu_quota(tmp_path) is None
+    assert threads.state == "warning" and cpu_quota(tmp_path) is None
 
 
 def test_own_control_group(tmp_path: Path) -> None:
     files(tmp_path, **{"proc/self/cgroup": "0::/pod\n", "sys/fs/cgroup/pod/cpu.max": "50000 100000"})
     files(tmp_path, **{"sys/fs/cgroup/cpu.max": "100000 100000"})
-    assert machine.cpu_quota(tmp_path) == 0.5
+    assert cpu_quota(tmp_path) == 0.5
 
 
 def test_no_control_group(tmp_path: Path) -> None:
-    assert [*machine.check_control_group(tmp_path)] == [] and machine.cpu_quota(tmp_path) is None
+    assert [*machine.check_control_group(tmp_path)] == [] and cpu_quota(tmp_path) is None
 
 
 def test_shared_memory_is_missing(tmp_path: Path) -> None:
@@ -247,7 +248,7 @@ def test_why_there_is_no_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert finding.state == ("warning" if (tmp_path / "sys").exists() else "ok")
         return finding.found
 
-    assert found() == "none: the kernel has no RDMA device"
+    assert found() == "none: the kernel has no RDMA device, and this UCX no InfiniBand transports"
     port = files(tmp_path, **{"sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN"})
     assert "no port of mlx5_0 is active (1: DOWN)" in found()
     files(port, **{"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE"})
@@ -402,6 +403,37 @@ async def test_strangers_do_not_end_the_server(line: bytes) -> None:
                     pass
 
 
+@pytest.mark.parametrize("facts", [{}, {"devices": 5}, {"devices": {"\0": 1}}, {"devices": {}}], ids=repr)
+@pytest.mark.parametrize("request_", [{}, {"attempt": {}}, {"attempt": 5, "network": None, "send": True}], ids=repr)
+async def test_clients_that_say_something_else_do_not_end_the_server(
+    facts: dict[str, Any], request_: dict[str, Any]
+) -> None:
+    """As one of another release would, with the key."""
+    with listening(**KEY) as said:
+        host, port = said["listening"].split(":")
+        with trio.fail_after(20):
+            async with await trio.open_tcp_stream(host, int(port)) as stream:
+                channel = control.ControlChannel(stream, client=True)
+                await channel.begin(KEY["TRIO_UCX_AUTHKEY"].encode(), facts)
+                with suppress(trio.BrokenResourceError, PerfError):
+                    await channel.send(request_)
+                    while await channel.receive():
+                        pass
+        assert check(said["listening"], **KEY)[0] == 0
+
+
+def test_a_listener_that_cannot_print_goes_on() -> None:
+    silent = ["sh", "-c", 'exec "$@" 2>/dev/full', "-"]
+    with listening(under=silent, **KEY) as said:
+        for _ in range(2):
+            assert check(said["listening"], **KEY)[0] == 0
+
+
+def test_listening_names_the_address(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--listen", "192.0.2.99:7"]) == 1
+    assert "listening at 192.0.2.99:7: " in capfd.readouterr().err
+
+
 def test_names() -> None:
     status, found = check("nowhere.invalid")
     assert status == 1 and "Name or service not known" in found["control"]["found"]
@@ -425,7 +457,7 @@ def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_a_failure_means() -> None:
-    good, nothing = peers.Outcome([1e-3, 2e-3], ["tcp/eth0"]), peers.Outcome(error="reset")
+    good, nothing = peers.Outcome([1e-3, 1e-3, 2e-3], ["tcp/eth0"]), peers.Outcome(error="reset")
     assert (
         peers.judge("x", {"a": good, "b": good}, "problem").found == "8 bytes in 1.0 ms, 8 MiB in 2.0 ms over tcp/eth0"
     )
@@ -434,7 +466,9 @@ def test_what_a_failure_means() -> None:
     failed = peers.judge("x", {"a": nothing, "b": peers.Outcome(refused="10.0.0.1:7 does not answer")}, "warning")
     assert failed.state == "warning" and "UCX_TCP_PORT_RANGE" in str(failed.advice) and "a: reset" in failed.found
     short = peers.judge("x", {"a": nothing, "b": peers.Outcome([1.0])}, "problem")
-    assert "MTU" in str(short.advice) and "8 MiB do not" in short.found
+    assert "MTU" in str(short.advice) and "64 KiB do not" in short.found
+    slow = peers.judge("x", {"a": nothing, "b": peers.Outcome([1.0, 1.0])}, "problem")
+    assert "8 Mbit/s" in str(slow.advice) and "8 MiB do not" in slow.found
     assert "UCX_NET_DEVICES" in str(peers.judge("x", {"a": nothing, "b": peers.Outcome()}, "problem").advice)
 
 
@@ -516,4 +550,4 @@ async def test_lost_long_packets(hosts: tuple[Host, Host]) -> None:
         status, found = await trio.to_thread.run_sync(lambda: check(said["listening"], under=one.under, **KEY))
     assert status == 1
     failed = found[f"tcp cable ({ONE}) - eth7 ({TWO}), to {TWO}"]
-    assert "8 bytes arrive, 8 MiB do not" in failed["found"] and "MTU" in failed["advice"], found
+    assert "8 bytes arrive, 64 KiB do not" in failed["found"] and "MTU" in failed["advice"], found

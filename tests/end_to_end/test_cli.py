@@ -699,7 +699,6 @@ def test_no_process_outlives_a_killed_command() -> None:
         (["perf", "--sizes", "8,1G", "-P", "2"], "2 messages of 1G at the same time are more than 1G"),
         (["perf", "--csv", "--json"], "not allowed with"),
         (["perf", "--listen", "0", "--csv", "-P", "2"], "the client chooses --parallel, --csv"),
-        (["perf", "--plot", "x.doc"], "the name must end with one of .avif, .eps"),
         (["perf", "--plot", "/nowhere/x.png"], "there is no folder /nowhere"),
         (["perf", "a..b:1"], "'a..b' cannot be the name of a host"),
         (["perf", f"{'a' * 70}:1"], "cannot be the name of a host"),
@@ -721,6 +720,13 @@ def test_wrong_arguments(arguments: list[str], complaint: str, capsys: pytest.Ca
     output, errors = capsys.readouterr()
     assert complaint in errors and output == ""
     assert errors.count("\n") == 1 and errors.endswith(" --help\n")
+
+
+def test_plot_of_an_unknown_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit):
+        main(["perf", "--plot", "x.doc"])
+    assert "the name must end with one of .avif, .eps" in capsys.readouterr().err
 
 
 def test_wrong_arguments_of_a_process() -> None:

@@ -5,6 +5,7 @@
     privileges     what the kernel lets this process do and use
     check          the command check: what a machine can check of this machine, and of the way to another host
     credentials    the key of --listen and of its clients
+    addresses      addresses on the command line
     sizes          message sizes, as people write them
     idle_cores     how many cores other programs leave idle
     listener_log   what a listener prints about its clients

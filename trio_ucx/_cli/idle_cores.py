@@ -1,10 +1,12 @@
-"""How many cores other programs leave idle."""
+"""How many cores other programs leave idle, and how many the control group allows."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from .privileges import in_control_group
 
 
 def count_idle_cores(cores: Sequence[int], seconds: float = 0.25) -> float:
@@ -48,3 +50,9 @@ def _core_times(text: str) -> dict[int, tuple[int, int]]:
             waiting = times[3] + times[4]
             found[int(name[3:])] = (sum(times) - waiting, sum(times))
     return found
+
+
+def cpu_quota(root: Path) -> float | None:
+    """Returns how many cores the control group allows; None without a limit."""
+    quota, _, period = in_control_group(root, "cpu.max").partition(" ")
+    return int(quota) / int(period) if quota.isdecimal() else None

@@ -19,8 +19,9 @@ import trio
 
 from .. import Connection, NotAdmitted, connect, serve_ucx
 from .._opening.authkey import AUTHKEY
-from .._util.socket_addresses import format_address, split_address
+from .._util.socket_addresses import format_address
 from . import perf_plot
+from .addresses import parse_address, parse_listen
 from .credentials import ABOUT_KEYS, add_key_options, announce, find_key, server_key
 from .errors import EXPECTED, describe
 from .idle_cores import count_idle_cores
@@ -35,25 +36,6 @@ from .sizes import MAX_SIZE, format_size, parse_sizes
 DEFAULT_SIZES = "8,256,4k,64k,1M"
 #: Seconds that a client may take to read why it is turned away.
 _LAST_WORDS = 5
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    try:
-        host, port = split_address(text)
-        host.encode("idna")  # as the resolver does
-    except UnicodeError as error:
-        raise argparse.ArgumentTypeError(f"{host!r} cannot be the name of a host: {error}") from None
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return host, port
-
-
-def parse_listen(text: str) -> tuple[str | None, int]:
-    if not (text.isascii() and text.isdecimal()):
-        return parse_address(text)
-    if len(text) > 5 or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"the port must be between 0 and 65535, not {text}")
-    return None, int(text)
 
 
 def parse_positive(convert: Callable[[str], float], what: str) -> Callable[[str], float]:

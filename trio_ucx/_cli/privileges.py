@@ -127,6 +127,11 @@ def _name(capability: int) -> str:
     return _CAPABILITIES[capability] if capability < len(_CAPABILITIES) else str(capability)
 
 
+def list_folder(path: Path) -> list[str]:
+    """Returns the names in a folder; none if it cannot be read."""
+    return sorted(each.name for each in path.glob("*"))
+
+
 def read(path: Path) -> str | None:
     """Returns what is in a file; None if it cannot be read."""
     try:
@@ -178,3 +183,12 @@ def format_bytes(size: int) -> str:
 def _limits(soft_and_hard: tuple[int, int], as_text: Callable[[int], str]) -> str:
     soft, hard = ("none" if limit == resource.RLIM_INFINITY else as_text(limit) for limit in soft_and_hard)
     return f"{soft} (hard limit: {hard})"
+
+
+def in_control_group(root: Path, name: str) -> str:
+    """Returns what is in a file of this process's control group (version 2); or "".
+
+    In a container, the path of the group may be that on the host; then the group is where control groups are mounted.
+    """
+    base, path = root / "sys/fs/cgroup", (read(root / "proc/self/cgroup") or "").removeprefix("0::/")
+    return read(base / path / name) or read(base / name) or ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from functools import partial
 from typing import Any
 
@@ -14,22 +15,13 @@ from ... import ucp
 from ..._opening.addresses import reachable_address
 from ..._util.socket_addresses import format_address
 from ..._version import __version__
+from ..addresses import DEFAULT_PORT, parse_host, parse_listen
 from ..credentials import ABOUT_KEYS, add_key_options, announce, find_key, server_key
-from ..perf import parse_address, parse_listen
+from ..errors import PerfError, describe
 from .finding import Finding, worst
 from .machine import check_machine
 from .peers import check_peer, serve
 from .software import check_software
-
-#: The port of ``check --listen``, unless another one is named.
-DEFAULT_PORT = 13337
-
-
-def parse_host(text: str) -> tuple[str, int]:
-    """Returns a host and its port, which may be missing."""
-    has_port = text.rpartition(":")[2].isdecimal() and (text.count(":") == 1 or "]:" in text)
-    host = f"[{text}]" if text.count(":") > 1 and "]" not in text else text
-    return parse_address(text if has_port else f"{host}:{DEFAULT_PORT}")
 
 
 def add_command(commands: Any) -> None:
@@ -77,7 +69,11 @@ async def check(arguments: argparse.Namespace) -> int:
 async def listen(arguments: argparse.Namespace) -> int:
     host, port = arguments.listen
     authkey, new_key = server_key(arguments)
-    listeners = await trio.open_tcp_listeners(port, host=host)
+    try:
+        listeners = await trio.open_tcp_listeners(port, host=host)
+    except OSError as error:
+        raise PerfError(f"listening at {format_address((host or '*', port))}: {describe(error)}") from None
+    logging.getLogger("trio.serve_listeners").disabled = True  # of many strangers, each would cost lines
     async with ucp.open_worker() as worker:
         own = [ip for ip, _ in worker.address.tcp_addresses]
         address = reachable_address([each.socket.getsockname()[:2] for each in listeners], own)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..._native import ucx
-from ..privileges import format_bytes, lockable_memory, read
-from .finding import Finding, first_of, list_folder, warn_unless
+from ..privileges import format_bytes, list_folder, lockable_memory, read
+from .finding import Finding, first_of, warn_unless
 
 #: Transports and their devices, such as ("tcp", "eth0").
 Resources = Sequence[tuple[str, str]]
@@ -22,6 +22,7 @@ _LOCKED = 64 << 20
 _MEMLOCK = "raise RLIMIT_MEMLOCK (ulimit -l unlimited, LimitMEMLOCK=infinity, docker run --ulimit memlock=-1)"
 _CABLE = "connect the cable; InfiniBand also needs a subnet manager in the network"
 _VERBS = "in a container: docker run --device=/dev/infiniband, a device plugin; elsewhere: modprobe ib_uverbs"
+_WHEEL = ", and this UCX no InfiniBand transports"
 _SYSTEM_UCX = "install the UCX of the distribution, DOCA or MOFED, and set TRIO_UCX_SYSTEM_UCX=1"
 _RDMA_CORE = "install rdma-core (Debian: libibverbs1 and ibverbs-providers)"
 
@@ -54,7 +55,7 @@ def check_rdma(present: Resources, enabled: Resources, root: Path = Path("/")) -
     return first_of(
         "InfiniBand",
         (unused, f"none: the configuration disables {unused}", "change UCX_TLS and UCX_NET_DEVICES (or config=)"),
-        (not names, "none: the kernel has no RDMA device", None),
+        (not names, f"none: the kernel has no RDMA device{_WHEEL * (not _has_module('ib'))}", None),
         ("ACTIVE" not in ports, f"none: no port of {names} is active ({ports})", _CABLE),
         (not verbs, f"none: the kernel has {names}, but there is no /dev/infiniband/uverbs* here", _VERBS),
         (not may_open, "none: this user may not open /dev/infiniband/uverbs*", "give it access (mode 666, udev)"),

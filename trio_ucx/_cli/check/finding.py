@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import attrs
@@ -50,8 +49,3 @@ def first_of(id: str, *rows: tuple[object, str, str | None]) -> Finding:
 def warn_unless(good: object, id: str, found: str, advice: str) -> Finding:
     """Returns a warning with advice, or that all is well."""
     return Finding(id, "ok", found) if good else Finding(id, "warning", found, advice)
-
-
-def list_folder(path: Path) -> list[str]:
-    """Returns the names in a folder; none if it cannot be read."""
-    return sorted(each.name for each in path.glob("*"))

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..idle_cores import count_idle_cores
-from ..privileges import Privileges, format_bytes, look, read
+from ..idle_cores import count_idle_cores, cpu_quota
+from ..privileges import Privileges, format_bytes, in_control_group, look, read
 from .finding import Finding, first_of, warn_unless
 
 #: Descriptors that a listener leaves free before it begins an exchange, with those of a first worker.
@@ -47,28 +47,13 @@ def check_descriptors(limits: tuple[int, int], used: int) -> Finding:
     return warn_unless(soft < 0 or soft >= _USUAL, "descriptors", found, advice)
 
 
-def _in_group(root: Path, name: str) -> str:
-    """Returns what is in a file of this process's control group (version 2); or "".
-
-    In a container, the path of the group may be that on the host; then the group is where control groups are mounted.
-    """
-    base, path = root / "sys/fs/cgroup", (read(root / "proc/self/cgroup") or "").removeprefix("0::/")
-    return read(base / path / name) or read(base / name) or ""
-
-
 def check_control_group(root: Path) -> Iterator[Finding]:
     for id, controller, least, as_text, advice in _LEFT:
-        limit, used = (_in_group(root, f"{controller}.{what}") for what in ("max", "current"))
+        limit, used = (in_control_group(root, f"{controller}.{what}") for what in ("max", "current"))
         if limit.isdecimal() and used.isdecimal():
-            cache = re.search(r"^inactive_file (\d+)$", _in_group(root, f"{controller}.stat"), re.MULTILINE)
+            cache = re.search(r"^inactive_file (\d+)$", in_control_group(root, f"{controller}.stat"), re.MULTILINE)
             left = max(int(limit) - int(used) + (int(cache[1]) if cache else 0), 0)
             yield warn_unless(left >= least, id, f"{as_text(left)} left to the control group", advice)
-
-
-def cpu_quota(root: Path) -> float | None:
-    """Returns how many cores the control group allows; None without a limit."""
-    quota, _, period = _in_group(root, "cpu.max").partition(" ")
-    return int(quota) / int(period) if quota.isdecimal() else None
 
 
 def check_dev_shm(folder: Path, privileges: Privileges) -> Finding:

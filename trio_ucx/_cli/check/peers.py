@@ -19,19 +19,25 @@ from ..._version import __version__
 from ...ucp._internal_api import obstacle_to_shared_memory
 from ..errors import PerfError, describe
 from ..info import resources
+from ..listener_log import log_line
 from .control import ANSWER, ControlChannel, connect
 from .devices import RDMA
 from .finding import Finding, State, warn_unless
 from .software import FAILURES
 
-#: The two messages, of 8 bytes and 8 MiB.
-MESSAGES = (b"trio_ucx", b"trio_ucx" * 2**20)
-#: Seconds for the two messages; and for a plain TCP connection to a port of UCX's, after they have failed.
+#: The messages, of 8 bytes, 64 KiB and 8 MiB.
+MESSAGES = (b"trio_ucx", b"trio_ucx" * 2**13, b"trio_ucx" * 2**20)
+#: Seconds for all of them; and for a plain TCP connection to a port of UCX's, after they have failed.
 LIMIT, PROBE = 8.0, 2.0
 _PORTS = "let both hosts connect to each other's TCP ports; UCX_TCP_PORT_RANGE=20000-20999, on both, makes these few"
 _MTU = "long packets are lost: compare the MTU of all devices on the way (ip link, tracepath), and let ICMP through"
+_SLOW = "the network carries less than 8 Mbit/s, or failed meanwhile: `perf` measures it"
 _FABRIC = "RDMA is not used: does `check` show it on both hosts? Are they in one subnet? UCX_NET_DEVICES names devices"
 _DEVICES = "name the devices that lead to the other side (UCX_NET_DEVICES, on both sides), or mend the routes"
+
+
+#: What ends a check of two hosts; the last four if the other side says something else than this release would.
+_FAILURES = (PerfError, *FAILURES, KeyError, TypeError, AttributeError, OverflowError)
 
 
 @attrs.define
@@ -130,12 +136,13 @@ def judge(id: str, sides: Mapping[str, Outcome], failure: State, expected: tuple
     sender, receiver = sides.values()
     over = f" over {', '.join(sender.transports)}" if sender.transports else ""
     if len(sender.seconds) == len(receiver.seconds) == len(MESSAGES):
-        found = "8 bytes in {:.1f} ms, 8 MiB in {:.1f} ms".format(*(1000 * each for each in sender.seconds)) + over
+        found = "8 bytes in {:.1f} ms, 8 MiB in {:.1f} ms".format(*(1000 * each for each in sender.seconds[::2])) + over
         return warn_unless(any(each.startswith(expected) for each in sender.transports), id, found, _FABRIC)
-    parts = [f"8 bytes arrive, 8 MiB do not{over}"] if receiver.seconds else []
+    arrived = len(receiver.seconds)
+    parts = [f"8 bytes arrive, {'64 KiB' if arrived == 1 else '8 MiB'} do not{over}"] if arrived else []
     parts += [f"{name}: {side.error}" for name, side in sides.items() if side.error]
     refused = [f"plain TCP from {name} fails, too: {side.refused}" for name, side in sides.items() if side.refused]
-    advice = _PORTS if refused else _MTU if receiver.seconds else _DEVICES
+    advice = _PORTS if refused else (_DEVICES, _MTU, _SLOW, _SLOW)[arrived]
     return Finding(id, failure, "; ".join(parts + refused), advice)
 
 
@@ -152,23 +159,24 @@ def describe_self(worker: ucp.Worker, stream: trio.SocketStream) -> dict[str, An
 
 
 async def serve(stream: trio.SocketStream, worker: ucp.Worker, authkey: bytes | None) -> None:
-    """Serves a client of ``check --listen``."""
-    client, said, channel = "that has gone", "checked", ControlChannel(stream, client=False)
+    """Serves a client of ``check --listen``. Prints nothing about those that have not shown the key."""
+    client, said, channel = "", "checked", ControlChannel(stream, client=False)
     try:
         async with stream:
-            client = format_address(stream.socket.getpeername()[:2])
             client_facts = await channel.begin(authkey, describe_self(worker, stream))
+            client = format_address(stream.socket.getpeername()[:2])
             await channel.send({"routes": {ip: outward_address(ip) for ip in client_facts["devices"]}})
             while (request := await channel.receive(2 * ANSWER))["attempt"] is not None:
                 await attempt(channel, request["attempt"], request["network"], sends=request["send"])
-    except* (PerfError, *FAILURES) as error:
+    except* _FAILURES as error:
         said = printable(describe(error))
-    print(f"client {client}: {said}", file=sys.stderr)
+    if client:
+        log_line(f"client {client}: {said}", sys.stderr)
 
 
 async def check_peer(address: tuple[str, int], authkey: bytes | None, report: Callable[[Finding], None]) -> None:
     """Reports whether this host and another one can talk."""
-    host, port = address
+    (host, port), theirs = address, None
     try:
         async with await connect(address) as stream, ucp.open_worker() as worker:
             channel, ours = ControlChannel(stream, client=True), describe_self(worker, stream)
@@ -183,9 +191,11 @@ async def check_peer(address: tuple[str, int], authkey: bytes | None, report: Ca
                     sides = {"this host": mine, host: other} if sends else {host: other, "this host": mine}
                     report(judge(f"{step.name}, {way} {host}", sides, step.failure, step.expected))
             await channel.send({"attempt": None})
-    except* (PerfError, *FAILURES) as error:
+    except* _FAILURES as error:
         start = f"start python -m trio_ucx check --listen {port} there, and type here what it prints, with the key"
         advice = f"{start}, or use one --authkey-file on both sides; let TCP port {port} through"
+        if theirs is not None:
+            advice = "the other side or the network failed meanwhile: try again, and read what the other side prints"
         report(Finding("control", "problem", f"{format_address(address)}: {describe(error)}", advice))
 
 

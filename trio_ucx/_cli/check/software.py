@@ -16,7 +16,7 @@ from ..._native import ucx
 from ..errors import describe
 from ..info import EVERYTHING, Log, by_transport, resources
 from .devices import Resources, check_gpu, check_rdma
-from .finding import Finding, warn_unless
+from .finding import Finding, State, warn_unless
 
 #: What ends an attempt to use UCX, with a text for the user.
 FAILURES = (UCXError, OSError, ValueError, trio.BrokenResourceError)
@@ -53,8 +53,9 @@ def check_transports(enabled: Resources, kinds: Collection[str], log: Sequence[s
     """
     found = "; ".join(f"{each.name} ({', '.join(each.devices)})" for each in by_transport([], [*enabled]))
     reaches = [(name, device) for name, device in enabled if name not in _LOCAL and (name, device) != ("tcp", "lo")]
-    advice = "connect a network, or allow its device (UCX_NET_DEVICES, UCX_TLS): other hosts cannot be reached"
-    yield warn_unless(reaches, "transports", found, advice)
+    advice = "bring a network device up (ip link set lo up), or allow it (UCX_NET_DEVICES, UCX_TLS), to reach others"
+    state: State = "ok" if reaches else "warning" if "tcp" in found else "problem"
+    yield Finding("transports", state, found, None if reaches else advice)
     why = [line.removeprefix(_NO_SHARED_MEMORY) for line in log if _NO_SHARED_MEMORY in line]
     found = ", ".join(sorted(kinds)) or f"none: {'; '.join(why) or 'the configuration allows none'}"
     advice = "raise or free what it names, or allow it (UCX_TLS); until then processes of this machine use TCP"
