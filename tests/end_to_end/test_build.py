@@ -239,7 +239,7 @@ def test_the_console_script() -> None:
     done = console_script("info", "--json")
     assert (done.returncode, done.stderr) == (0, "") and "ucx" in json.loads(done.stdout)
     wrong = console_script("perf", "-x")
-    assert wrong.returncode == 2 and wrong.stderr.startswith("usage: trio-ucx ")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("trio-ucx perf: error: ")
 
 
 def test_what_ucx_prints_is_no_result() -> None:
