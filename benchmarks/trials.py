@@ -137,7 +137,7 @@ async def open_client(transports: str, config: Mapping[str, str]) -> AsyncIterat
 async def measure(client: PerfClient, figure: Figure, seconds: float) -> float:
     """Returns microseconds, messages a second, or 10**6 bytes a second."""
     kind = RoundKind.LATENCY if figure.what == "latency" else RoundKind.STREAM
-    [measured] = await repeat(client, kind, figure.size, None, seconds, lambda share: None)
+    measured = await repeat(client, kind, figure.size, None, seconds, lambda share: None)
     if figure.what == "latency":
         return statistics.median(measured.half_trips)
     rate = measured.messages_a_second

@@ -796,7 +796,7 @@ async def test_extreme_times(seconds: float) -> None:
     """A division overflows, and a product."""
     async with open_ends() as client:
         with trio.move_on_after(1):
-            await measuring.repeat(client, rounds.RoundKind.LATENCY, 8, None, seconds, lambda share: None, ({}, {}))
+            await measuring.repeat(client, rounds.RoundKind.LATENCY, 8, None, seconds, lambda share: None)
 
 
 def test_a_plot_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

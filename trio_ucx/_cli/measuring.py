@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -15,8 +15,6 @@ from .rounds import RoundKind, round_limit
 
 DEFAULT_SECONDS = 1.0
 WARM_UP_MESSAGES = 64
-#: How often variants take turns in a measurement. With more, their payloads would be in the caches less often.
-TURNS = 4
 
 #: Reports how much of the measurements is done, from 0 to 1.
 Advance = Callable[[float], None]
@@ -39,39 +37,29 @@ async def repeat(
     iterations: int | None,
     seconds: float | None,
     advance: Advance,
-    variants: Sequence[Mapping[str, Any]] = ({},),
-) -> list[Measured]:
-    """Runs rounds for a number of messages or seconds, after a warm-up; of several variants, by turns.
+    **options: Any,
+) -> Measured:
+    """Runs rounds for a number of messages or seconds, after a warm-up; returns what was measured.
 
     Args:
-        variants: further fields of the :class:`Round`.
-
-    Returns:
-        What was measured of each variant.
+        options: further fields of the :class:`Round`.
     """
-    all_measured = [Measured() for _ in variants]
-    limits = []
-    for options in variants:
-        limit = round_limit(size, flows := options.get("flows", 1))
-        warm_up = max(flows, min(WARM_UP_MESSAGES, limit, iterations or limit))
-        warm = await client.run_next(kind, size, warm_up, **options)
-        if iterations is None:  # several rounds, even if they are slow
-            nanoseconds = max(warm.total, warm.back)
-            limit = max(flows, int(min(limit, warm_up * (seconds or DEFAULT_SECONDS) * 1e9 / 4 / nanoseconds)))
-        limits.append(limit)
-    shares = [0.0] * len(variants)
-    while min(shares) < 1:
-        number = min(range(len(shares)), key=lambda each: int(shares[each] * TURNS))
-        measured, begin = all_measured[number], trio.current_time()
-        count = limits[number] if iterations is None else min(limits[number], iterations - measured.messages)
-        measured.timings.append(await client.run_next(kind, size, count, **variants[number]))
+    limit = round_limit(size, flows := options.get("flows", 1))
+    warm_up = max(flows, min(WARM_UP_MESSAGES, limit, iterations or limit))
+    warm = await client.run_next(kind, size, warm_up, **options)
+    seconds = seconds or DEFAULT_SECONDS
+    if iterations is None:  # several rounds, even if they are slow
+        nanoseconds = max(warm.total, warm.back)
+        limit = max(flows, int(min(limit, warm_up * seconds * 1e9 / 4 / nanoseconds)))
+    measured, begin = Measured(), trio.current_time()
+    while True:
+        count = limit if iterations is None else min(limit, iterations - measured.messages)
+        measured.timings.append(await client.run_next(kind, size, count, **options))
         measured.messages += count
-        if iterations is None:
-            shares[number] += min(1, (trio.current_time() - begin) / (seconds or DEFAULT_SECONDS))
-        else:
-            shares[number] = measured.messages / iterations
-        advance(sum(min(1, each) for each in shares) / len(shares))
-    return all_measured
+        share = measured.messages / iterations if iterations else (trio.current_time() - begin) / seconds
+        advance(min(share, 1))
+        if share >= 1:
+            return measured
 
 
 @attrs.define

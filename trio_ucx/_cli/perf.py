@@ -349,20 +349,21 @@ async def measure(
     with_plain: bool,
     advance: Advance,
 ) -> Result:
-    """Measures UCX, and by turns with it plain TCP."""
-    variants = [{**options, "plain": plain} for plain in ((True, False) if with_plain else (False,))]
+    """Measures plain TCP, and then UCX."""
+    paths, parts = (True, False) if with_plain else (False,), 4 if with_plain else 2
 
-    async def run(kind: RoundKind, begin: float) -> list[Measured]:
-        return await repeat(
-            client,
-            kind,
-            size,
-            arguments.iterations,
-            arguments.seconds,
-            lambda share: advance(begin + share / 2),
-            variants,
+    async def run(kind: RoundKind, plain: bool, begin: int) -> Measured:
+        def show(share: float) -> None:
+            advance((begin + share) / parts)
+
+        limits = arguments.iterations, arguments.seconds
+        return await repeat(client, kind, size, *limits, show, plain=plain, **options)
+
+    results = []
+    for number, plain in enumerate(paths):
+        latency = await run(RoundKind.LATENCY, plain, 2 * number)
+        results.append(
+            Result.of(options["operation"], size, latency, await run(RoundKind.STREAM, plain, 2 * number + 1))
         )
-
-    latency, stream = await run(RoundKind.LATENCY, 0), await run(RoundKind.STREAM, 0.5)
-    *plain, ours = [Result.of(options["operation"], size, *both) for both in zip(latency, stream, strict=True)]
-    return attrs.evolve(ours, plain_tcp=plain[0] if plain else None)
+    *plain_result, ours = results
+    return attrs.evolve(ours, plain_tcp=plain_result[0] if plain_result else None)

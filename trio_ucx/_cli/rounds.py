@@ -145,7 +145,9 @@ class Payloads:
         length = max(ROUND_BYTES, round.size * round.count)  # long enough for most rounds, because making it takes time
         if self._seed != round.seed or len(self._received) < length:
             self._pattern = memoryview(hashlib.shake_256(round.seed.encode()).digest(length + SHIFTS))
-            self._received = bytearray(length)  # written, so that no page is new in the measured time
+            self._received = bytearray(length)
+            pages = memoryview(self._received)[::4096]
+            pages[:] = bytes(len(pages))  # written, so that no page is new in the measured time
             self._seed = round.seed
         return _parts(self.expected(round), round), _parts(memoryview(self._received), round)
 
