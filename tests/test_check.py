@@ -403,6 +403,20 @@ async def test_strangers_do_not_end_the_server(line: bytes) -> None:
                     pass
 
 
+async def test_strangers_learn_no_worker_address() -> None:
+    """It contains keys of UCX's ports."""
+    with listening(**KEY) as said:
+        host, port = said["listening"].split(":")
+        with trio.fail_after(20):
+            async with await trio.open_tcp_stream(host, int(port)) as stream:
+                channel, seen = control.ControlChannel(stream, client=True), b""
+                await channel._send_line(b"a nonce")
+                with suppress(trio.BrokenResourceError):
+                    while data := await stream.receive_some():
+                        seen += data
+    assert seen.count(b"\n") == 2 and b"address" not in seen
+
+
 @pytest.mark.parametrize("facts", [{}, {"devices": 5}, {"devices": {"\0": 1}}, {"devices": {}}], ids=repr)
 @pytest.mark.parametrize("request_", [{}, {"attempt": {}}, {"attempt": 5, "network": None, "send": True}], ids=repr)
 async def test_clients_that_say_something_else_do_not_end_the_server(

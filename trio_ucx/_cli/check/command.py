@@ -67,8 +67,7 @@ async def check(arguments: argparse.Namespace) -> int:
 
 
 async def listen(arguments: argparse.Namespace) -> int:
-    host, port = arguments.listen
-    authkey, new_key = server_key(arguments)
+    (host, port), (authkey, new_key) = arguments.listen, server_key(arguments)
     try:
         listeners = await trio.open_tcp_listeners(port, host=host)
     except OSError as error:

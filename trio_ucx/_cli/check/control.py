@@ -54,6 +54,8 @@ class ControlChannel:
         await self._send_line(nonce)
         nonces = sorted([nonce, await self._receive_line(ANSWER)])
         self._key = hmac.digest(authkey or b"", b"/".join(nonces), "sha256")
+        await self.send({})
+        await self.receive()  # it has the key: only then it gets the facts, which let it in to UCX
         await self.send(facts)
         return await self.receive()
 

@@ -135,10 +135,9 @@ def judge(id: str, sides: Mapping[str, Outcome], failure: State, expected: tuple
     """
     sender, receiver = sides.values()
     over = f" over {', '.join(sender.transports)}" if sender.transports else ""
-    if len(sender.seconds) == len(receiver.seconds) == len(MESSAGES):
+    if len(sender.seconds) == (arrived := len(receiver.seconds)) == len(MESSAGES):
         found = "8 bytes in {:.1f} ms, 8 MiB in {:.1f} ms".format(*(1000 * each for each in sender.seconds[::2])) + over
         return warn_unless(any(each.startswith(expected) for each in sender.transports), id, found, _FABRIC)
-    arrived = len(receiver.seconds)
     parts = [f"8 bytes arrive, {'64 KiB' if arrived == 1 else '8 MiB'} do not{over}"] if arrived else []
     parts += [f"{name}: {side.error}" for name, side in sides.items() if side.error]
     refused = [f"plain TCP from {name} fails, too: {side.refused}" for name, side in sides.items() if side.refused]
