@@ -54,16 +54,19 @@ OTHERS = {
 }
 
 
-def compressed_inventory(name: str) -> str:
+def compressed_inventory(name: str, folder: str) -> str:
     """The names that we refer to, for builds without the Internet: docs/inventories has them as text."""
     header = f"# Sphinx inventory version 2\n# Project: {name}\n# Version: \n# The rest is compressed with zlib.\n"
     lines = (Path(__file__).parent / "inventories" / f"{name}.txt").read_bytes()
-    file = Path(tempfile.gettempdir()) / f"trio_ucx-{name}.inv"
+    file = Path(folder) / f"{name}.inv"
     file.write_bytes(header.encode() + zlib.compress(lines))
     return str(file)
 
 
-intersphinx_mapping = {name: (address, (None, compressed_inventory(name))) for name, address in OTHERS.items()}
+inventories = tempfile.TemporaryDirectory()
+intersphinx_mapping = {
+    name: (address, (None, compressed_inventory(name, inventories.name))) for name, address in OTHERS.items()
+}
 intersphinx_timeout = 10
 
 maximum_signature_line_length = 88

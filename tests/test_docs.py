@@ -57,7 +57,8 @@ def test_session(document: str, tmp_path: Path) -> None:
                 script.append(f"echo '@@@ {len(expected)}'; {typed[0].rstrip()}")
                 expected.append((typed[0], command[typed.end() :]))
     script.append("kill $(jobs -p) 2>/dev/null")  # servers of the reader's, which may hold the output open
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         ["bash", "-c", "\n".join(script)],
         stdout=subprocess.PIPE,
