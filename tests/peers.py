@@ -1281,6 +1281,20 @@ def killed_clients() -> None:
 
 
 @role
+async def killed_in_the_middle_of_a_message(address: list[Any], length: int) -> None:
+    """Connects, sends a message of two TCP segments, and kills itself; often when the first of them is sent."""
+    async with ucp.open_worker(config={"TLS": "tcp", "TCP_SNDBUF": "16k"}) as worker:
+        connection = await trio_ucx.open_ucx_stream(*address, worker=worker)
+        await connection.send(b"hello", tag=1)
+        await connection.receive(tag=1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection.send, bytes(length))
+            await trio.lowlevel.checkpoint()
+            await trio.lowlevel.checkpoint()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@role
 async def killed_after_its_request(address: str) -> None:
     """Makes an endpoint once it is told, and kills itself."""
     async with ucp.open_worker() as worker:

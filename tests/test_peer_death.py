@@ -4,6 +4,7 @@ soon each side notices, and other ways to lose a peer: ``test_peer_loss_detectio
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -23,6 +24,7 @@ from helpers import (
     assert_transports,
     live_handles,
     nothing_happens,
+    open_listener,
     open_peer,
     open_raw_endpoint,
     open_raw_pair,
@@ -35,6 +37,7 @@ from timing import Stopwatch
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._link.receiving import Transfer
 from trio_ucx._util.process import start_time, this_process
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.endpoint_core import EndpointCore
@@ -283,6 +286,34 @@ async def test_buffers_are_released_with_the_worker(transports: str) -> None:
     with trio.fail_after(15):
         await connection.wait_buffers_released()
     assert_free(buffer)
+
+
+@pytest.mark.cut_off
+async def test_a_message_of_which_half_arrived() -> None:
+    """The second of two TCP segments never comes. The worker keeps what it has of the message until it is closed."""
+    buffer = bytearray(2**16)
+
+    def transfers() -> int:
+        gc.collect()
+        return sum(isinstance(one, Transfer) for one in gc.get_objects())
+
+    async with ucp.open_worker(config={"TLS": "tcp"}) as worker, open_listener(worker=worker) as listener:
+        for _ in range(50):
+            async with open_peer("killed_in_the_middle_of_a_message", listener.address, len(buffer)):
+                connection = await listener.accept()
+                try:
+                    await connection.send(await connection.receive(tag=1), tag=1)
+                    with Stopwatch(SOON), trio.fail_after(60), pytest.raises(trio.BrokenResourceError):
+                        await connection.receive_into(buffer)
+                finally:
+                    connection.abort()
+            await trio.sleep(0.1)
+            if worker.statistics().operations_in_flight:
+                break
+        assert worker.statistics().operations_in_flight == 1, "UCX has ended all receives: is its fault mended?"
+        assert_free(buffer)
+        assert transfers() == 1
+    assert transfers() == 0
 
 
 async def test_other_connections_are_not_affected(worker: ucp.Worker, transports: str) -> None:

@@ -199,6 +199,12 @@ for record in records:
         (b"/b/src/uct/tcp/tcp_ep.c", b"a peer: tcp_ep 0x55d (state=CLOSED): recv(-1) failed: x", "ERROR"),
         (b"/b/src/uct/tcp/tcp_cm.c", b"tcp_ep 0x55d: connection establishment for socket fd 24 was x", "DEBUG"),
         (b"/b/src/uct/tcp/tcp_cm.c", b"tcp_ep 0x55d: connection establishment went wrong", "ERROR"),
+        (
+            b"/b/src/ucs/datastruct/mpool.c",
+            b"object 0x5 {{cb|rcv_tag} recv length 65536 host memory} was not returned to mpool ucp_requests",
+            "DEBUG",
+        ),
+        (b"/b/src/ucs/datastruct/mpool.c", b"object 0x5 was not returned to mpool ucp_requests", "ERROR"),
     ],
 )
 def test_harmless_lines_are_for_debugging(

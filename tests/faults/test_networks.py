@@ -421,8 +421,10 @@ class Judge:
             slow = [(took, noise) for _, took, noise in self.pings(name) if took - noise > PING]
             if slow or not self.pings(name):
                 self.wrong.append(f"round trips over {name} to a healthy peer: {slow or 'none'}")
-        for left in self.played.left:
-            if left != {"missed": 0, "pending": 0, "alive": {}, "segments": []}:
+        for side, left in zip(self.played.said, self.played.left, strict=True):
+            # UCX never ends the receive of a message of which half arrived (docs/explanation/ucx-limits.md).
+            cut_off = sum(bool(flow["told"]) for flow in side["flows"].values())
+            if left != {"missed": 0, "pending": min(left["pending"], cut_off), "alive": {}, "segments": []}:
                 self.wrong.append(f"left: {left}")
         if self.played.segments:
             self.wrong.append(f"segments of shared memory are left: {self.played.segments}")
