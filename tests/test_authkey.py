@@ -174,7 +174,7 @@ def test_short_keys(places: Places, monkeypatch: pytest.MonkeyPatch, text: str) 
     length = len(text.strip())
     monkeypatch.setenv("TRIO_UCX_AUTHKEY", text)
     with pytest.raises(
-        ValueError, match=rf"^TRIO_UCX_AUTHKEY: authkey has {length} bytes, but .*token_bytes"
+        ValueError, match=rf"^TRIO_UCX_AUTHKEY: authkey has {length} bytes, but .*token_hex"
     ) as caught:
         trio_ucx.authkey()
     assert "letters" not in str(caught.value)

@@ -451,11 +451,17 @@ def test_listening_names_the_address(capfd: pytest.CaptureFixture[str]) -> None:
 def test_names() -> None:
     status, found = check("nowhere.invalid")
     assert status == 1 and "Name or service not known" in found["control"]["found"]
+    assert "if the host is right" in found["control"]["advice"]
 
 
 def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (
         ["host:70000"],
+        ["host:x"],
+        ["host:0"],
+        ["23000"],
+        ["[::1]:x"],
+        [""],
         ["--listen", "x"],
         ["--allow-anyone"],
         ["host", "--listen"],
@@ -464,6 +470,7 @@ def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as exit:
             main(["check", *arguments])
         assert exit.value.code == 2
+        assert str(command.DEFAULT_PORT) not in capsys.readouterr().err  # nobody has typed it
     port = command.DEFAULT_PORT
     assert command.parse_host("host") == ("host", port) and command.parse_host("host:1") == ("host", 1)
     assert command.parse_host("::1") == ("::1", port) and command.parse_host("[::1]:2") == ("::1", 2)

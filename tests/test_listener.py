@@ -503,6 +503,15 @@ async def test_nobody_listens_there(worker: ucp.Worker, tmp_path: Path) -> None:
                 pass
 
 
+async def test_a_unix_socket_that_this_user_may_not_use(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(path: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(trio, "open_unix_socket", refuse)  # root may use all
+    with pytest.raises(PermissionError, match=r"unix:/x: Permission denied; the permissions of a Unix socket"):
+        await trio_ucx.connect("unix:/x", worker=worker).__aenter__()
+
+
 async def test_reason_of_a_listener_that_has_closed_its_socket(worker: ucp.Worker) -> None:
     """The reason arrives although nothing that the client sends arrives."""
     handshake = Handshake(WorkerConnections.of(worker), Options(), "it")

@@ -173,6 +173,8 @@ def _hint(number: int) -> str:
     """Returns what to look at first, for an errno."""
     if number == errno.ENETUNREACH:
         return "; is the network device up (ip link), and is there a route (ip route)?"
+    if number == errno.EACCES:
+        return "; the permissions of a Unix socket and of its folder say who may connect (ls -l)"
     return "; is a listener open there?" if number in (errno.ECONNREFUSED, errno.ENOENT) else ""
 
 

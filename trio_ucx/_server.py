@@ -19,6 +19,7 @@ from ._errors import PeerClosed
 from ._listener import Listener
 from ._opening.addresses import reachable_address
 from ._report.frames import innermost_place
+from ._report.items import counted
 from ._statistics import REFUSAL_REASONS, ServerStatistics, Totals
 from ._util.arguments import check_timeout
 from ._util.handles import OpenedNotConstructed
@@ -179,20 +180,21 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
             arrived = trio.Event()
             second = trio.CancelScope()
 
-            async def drain(seconds: float) -> None:
+            async def drain(seconds: float, late: str) -> None:
                 cancelled = await self.drain(seconds)
                 if cancelled:
-                    logger.warning("%r: %d handlers did not end in time and were cancelled", self, cancelled)
+                    handlers = counted(cancelled, "handler")
+                    logger.warning("the server at %s: %s did not end %s: cancelled", self.address, handlers, late)
 
             async def cancel_with_second() -> None:
                 with second:
                     await arrived.wait()
                 if not second.cancelled_caught:
-                    await drain(0.0)
+                    await drain(0.0, "before a second signal")
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(cancel_with_second)
-                await drain(timeout)
+                await drain(timeout, f"within {timeout:g} seconds")
                 await self._wait_until(lambda: not self._closing)
                 second.cancel()
 

@@ -31,6 +31,9 @@ def parse_listen(text: str) -> tuple[str | None, int]:
 
 def parse_host(text: str) -> tuple[str, int]:
     """Returns a host and its port, which may be missing."""
-    has_port = text.rpartition(":")[2].isdecimal() and (text.count(":") == 1 or "]:" in text)
-    host = f"[{text}]" if text.count(":") > 1 and "]" not in text else text
-    return parse_address(text if has_port else f"{host}:{DEFAULT_PORT}")
+    if text and ("]:" not in text if "]" in text else text.count(":") != 1):  # no port
+        text = f"{f'[{text}]' if ':' in text and ']' not in text else text}:{DEFAULT_PORT}"
+    host, port = parse_address(text)
+    if port == 0 or host.isdecimal():
+        raise argparse.ArgumentTypeError("write HOST or HOST:PORT, with the port that `check --listen` prints there")
+    return host, port

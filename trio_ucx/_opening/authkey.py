@@ -76,7 +76,10 @@ def read_authkey(path: str | Path, name: str) -> bytes:
         if not stat.S_ISREG(found.st_mode):
             raise PermissionError(f"{name}: it is not a regular file")
         if found.st_uid not in (0, os.geteuid()):
-            raise PermissionError(f"{name}: this file belongs to another user (uid {found.st_uid}), who can change it")
+            raise PermissionError(
+                f"{name}: this file belongs to another user (uid {found.st_uid}), who can change it. "
+                "Use a copy of your own; or a file of root's, which your group may read"
+            )
         if mode & _TOO_OPEN:
             raise PermissionError(
                 f"{name}: other users can read or change this file (mode {mode:04o}): chmod 600 it; "
@@ -90,13 +93,13 @@ def read_authkey(path: str | Path, name: str) -> bytes:
 
 def _check(key: bytes, name: str) -> bytes:
     try:
-        check_authkey(key)
+        check_authkey(key, "token_hex(32)")
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return key
 
 
-def check_authkey(authkey: bytes | None) -> bytes | None:
+def check_authkey(authkey: bytes | None, make: str = "token_bytes(32)") -> bytes | None:
     if authkey is None:
         return None
     if not isinstance(authkey, (bytes, bytearray)):
@@ -104,6 +107,6 @@ def check_authkey(authkey: bytes | None) -> bytes | None:
     if len(authkey) < MIN_AUTHKEY:
         raise ValueError(
             f"authkey has {len(authkey)} bytes, but needs at least {MIN_AUTHKEY}, because shorter keys can be guessed. "
-            "Make one with secrets.token_bytes(32), for instance, and give it to both sides"
+            f"Make one with secrets.{make}, for instance, and give it to both sides"
         )
     return bytes(authkey)

@@ -70,14 +70,18 @@ class Backoff:
             raise ValueError(f"factor must be a number from 1 on, not {value!r}")
 
     async def _run(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        deadline = trio.current_time() + self.timeout
+        began = trio.current_time()
+        deadline = began + self.timeout
         next_wait = waits(self)
         while True:
             try:
                 return await attempt()
             except OSError as error:
+                if not is_temporary(error):
+                    raise
                 wait = next(next_wait)
-                if not is_temporary(error) or trio.current_time() + wait >= deadline:
+                if trio.current_time() + wait >= deadline:
+                    error.add_note(f"(the last attempt of {trio.current_time() - began:.1f} seconds)")
                     raise
             await trio.sleep(wait)
 

@@ -191,7 +191,7 @@ async def check_peer(address: tuple[str, int], authkey: bytes | None, report: Ca
                     report(judge(f"{step.name}, {way} {host}", sides, step.failure, step.expected))
             await channel.send({"attempt": None})
     except* _FAILURES as error:
-        start = f"start python -m trio_ucx check --listen {port} there, and type here what it prints, with the key"
+        start = f"if the host is right, start python -m trio_ucx check --listen {port} there: it says what to type here"
         advice = f"{start}, or use one --authkey-file on both sides; let TCP port {port} through"
         if theirs is not None:
             advice = "the other side or the network failed meanwhile: try again, and read what the other side prints"
