@@ -173,9 +173,7 @@ def test_short_keys(places: Places, monkeypatch: pytest.MonkeyPatch, text: str) 
     """The error says where the key is from and what to do, and not the key."""
     length = len(text.strip())
     monkeypatch.setenv("TRIO_UCX_AUTHKEY", text)
-    with pytest.raises(
-        ValueError, match=rf"^TRIO_UCX_AUTHKEY: authkey has {length} bytes, but .*token_hex"
-    ) as caught:
+    with pytest.raises(ValueError, match=rf"^TRIO_UCX_AUTHKEY: authkey has {length} bytes, but .*token_hex") as caught:
         trio_ucx.authkey()
     assert "letters" not in str(caught.value)
     monkeypatch.delenv("TRIO_UCX_AUTHKEY")

@@ -116,9 +116,9 @@ def test_text() -> None:
 
 
 def test_few_descriptors() -> None:
-    status, found = check(under=["sh", "-c", 'ulimit -n 64 && exec "$@"', "sh"])
+    status, found = check(under=["sh", "-c", 'ulimit -n 48 && exec "$@"', "sh"])
     assert status == 1
-    assert found["descriptors"]["state"] == "problem" and "the limit is 64" in found["descriptors"]["found"]
+    assert found["descriptors"]["state"] == "problem" and "the limit is 48" in found["descriptors"]["found"]
     assert "ulimit -n" in found["descriptors"]["advice"]
 
 
@@ -166,7 +166,13 @@ def test_ordinary_user() -> None:
 
 @pytest.mark.parametrize(
     ("limits", "used", "state"),
-    [((94, 4096), 0, "problem"), ((512, 4096), 10, "warning"), ((1024, 4096), 10, "ok"), ((-1, -1), 10, "ok")],
+    [
+        ((53, 4096), 0, "problem"),
+        ((100, 4096), 10, "warning"),
+        ((512, 4096), 10, "warning"),
+        ((1024, 4096), 10, "ok"),
+        ((-1, -1), 10, "ok"),
+    ],
 )
 def test_descriptors(limits: tuple[int, int], used: int, state: str) -> None:
     assert machine.check_descriptors(limits, used).state == state

@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import trio
-from helpers import SANITIZED, assert_pinned, is_free, open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import SANITIZED, assert_pinned, is_free, open_pair, open_peer, open_raw_pair, pattern, serving, until
 from injected_faults import no_memory_to_record
 from refused_memory import few_allocations
 from remote import for_ucx
@@ -150,6 +150,29 @@ async def test_receive_without_memory_fails_alone(worker: ucp.Worker, monkeypatc
                 assert await _sent_and_received(other, other_server, 7, pattern(LONG)) == pattern(LONG)
             with pytest.raises(trio.BrokenResourceError, match=f"dropped a message of {LONG} bytes with tag 7"):
                 await client.aclose()
+
+
+async def test_a_message_without_memory_ends_its_handler_alone(
+    worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any client can send one."""
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        async for message in connection.messages():
+            await connection.send(message[:1])
+
+    async with serving(handler, worker) as server:
+        with short_of_memory(monkeypatch), trio.fail_after(15):
+            async with trio_ucx.connect(server.address, worker=worker) as other:
+                client = await trio_ucx.connect(server.address, worker=worker).__aenter__()
+                with pytest.raises(trio.BrokenResourceError):
+                    await client.send(pattern(LONG))
+                    await client.receive()
+                client.abort()
+                await other.send(b"x")
+                assert await other.receive() == b"x"
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"no memory for a message of {LONG} bytes" in line and "handler" in line
 
 
 async def test_receive_that_ucx_cannot_describe_drops_the_message(worker: ucp.Worker) -> None:

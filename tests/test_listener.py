@@ -503,6 +503,24 @@ async def test_nobody_listens_there(worker: ucp.Worker, tmp_path: Path) -> None:
                 pass
 
 
+async def test_a_lack_of_descriptors_is_logged_once(
+    worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At most once a minute, however many clients are turned away."""
+
+    def require(count: int, doing: str) -> None:
+        if doing == "serving the next clients":
+            raise OSError(errno.EMFILE, f"{doing} needs {count} file descriptors")
+
+    monkeypatch.setattr(server_side.descriptors, "require", require)
+    async with open_listener(worker) as listener:
+        for _ in range(3):
+            with trio.fail_after(15), pytest.raises(trio_ucx.ServerFull, match="running out of file descriptors"):
+                await trio_ucx.connect(listener.address, worker=worker).__aenter__()
+    lines = [record for record in caplog.records if "clients are turned away" in record.getMessage()]
+    assert len(lines) == 1 and lines[0].levelname == "WARNING"
+
+
 async def test_a_unix_socket_that_this_user_may_not_use(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(path: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")

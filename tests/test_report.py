@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -392,6 +393,13 @@ def test_the_environment_turns_it_on(name: str) -> None:
     assert done.stderr.startswith("trio_ucx report of process ") and "no worker is open" in done.stderr
 
 
+def test_the_environment_turns_it_on_without_stderr() -> None:
+    program = "import signal, trio_ucx; print(signal.getsignal(signal.SIGUSR1).__name__)"
+    command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program]
+    done = subprocess.run(command, env={**os.environ, "TRIO_UCX_REPORT": "USR1"}, stdout=subprocess.PIPE, timeout=60)
+    assert done.returncode == 0 and done.stdout == b"_answer\n"
+
+
 @pytest.mark.parametrize(
     ("name", "program", "status", "says"),
     [
@@ -460,6 +468,24 @@ def test_process_with_another_handler() -> None:
             ask(process.pid, signal.SIGUSR1)
         process.communicate("\n", timeout=30)
     assert process.returncode == 0
+
+
+async def test_requests_that_were_killed_and_that_are_under_way() -> None:
+    async with open_program("blocked_loop") as program:
+        assert await program.hear() == "ready"
+        path = Path(f"/tmp/trio_ucx-report-{os.geteuid()}-{program.process.pid}.text")
+        os.mkfifo(path, 0o600)  # as a killed one leaves it
+        assert "report of process" in await report_of(program)
+        assert not path.exists()
+        os.mkfifo(path, 0o600)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with pytest.raises(NoReport, match="another request for a report of this process is under way"):
+                await report_of(program)
+        finally:
+            os.close(descriptor)
+            path.unlink()
 
 
 async def test_path_that_others_have_taken(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import select
 import signal
@@ -99,28 +100,35 @@ def _handles(pid: int, number: signal.Signals) -> bool:
 
 @contextmanager
 def _fifo(path: str, user: int) -> Iterator[int]:
-    """A FIFO that only this user, and that of the process, can use; its end for reading."""
-    try:
+    """A FIFO that only this user, and that of the process, can use; its end for reading.
+
+    A request that was killed leaves its FIFO, which the next one takes over: while a request is under way, it has a
+    lock on it.
+    """
+    with suppress(FileExistsError):
         os.mkfifo(path, 0o600)
-    except FileExistsError:
-        owner = os.lstat(path).st_uid
-        raise NoReport(
-            f"{path} exists, of user {owner}: another request for a report is under way, or was interrupted. If "
-            "none is under way, remove this file"
-        ) from None
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)  # a link, or of another user
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISFIFO(found.st_mode) or found.st_uid not in (os.geteuid(), user):
+            raise NoReport(f"{path} exists, of user {found.st_uid}: it is in the way of a report; remove it")
         try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISFIFO(found.st_mode) or found.st_uid != os.geteuid():
-                raise NoReport(f"{path} was replaced meanwhile")
-            if user != os.geteuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.lstat(path), found):
+                raise FileNotFoundError
+        except (BlockingIOError, FileNotFoundError):
+            raise NoReport("another request for a report of this process is under way: try again") from None
+        try:
+            if user != found.st_uid:
                 os.fchown(descriptor, user, -1)
             yield descriptor
         finally:
-            os.close(descriptor)
+            os.unlink(path)
     finally:
-        os.unlink(path)
+        os.close(descriptor)
 
 
 def _read(answer: int, process: int, number: signal.Signals, deadline: float) -> str:

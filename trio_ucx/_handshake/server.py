@@ -217,6 +217,8 @@ class Acceptor:
         self._places = trio.lowlevel.ParkingLot()
         self._acceptors = Waiters()
         self._rejections = RejectionLog()
+        #: When a lack of descriptors was logged last.
+        self._lack_logged = -LOG_INTERVAL
         self._id = self.engine.next_id()
         self.engine.teardown.children[self._id] = self._unclosed
         self.engine.teardown.on_broken[self._id] = self._acceptors.fail
@@ -455,7 +457,9 @@ class Acceptor:
         try:
             descriptors.require(self._descriptors_for(self._opening), "serving the next clients")
         except OSError as error:
-            logger.warning("clients are turned away: %s", error.strerror)
+            if (now := time.monotonic()) - self._lack_logged >= LOG_INTERVAL:
+                self._lack_logged = now
+                logger.warning("clients are turned away: %s", error.strerror)
             raise NoRoom("the listener's process is running out of file descriptors; try again later") from None
 
     def _connected(self, link: Link) -> None:

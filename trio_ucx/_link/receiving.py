@@ -630,6 +630,8 @@ class PendingReceive(Pending):
             self.finish(Value(value))
 
     def fail(self, error: Exception) -> None:
+        if isinstance(error, MemoryError):
+            about(self._receiving.ending.origin, error)  # the peer's message is too long for this process
         try:
             if not self.detached:
                 self.release()

@@ -11,8 +11,8 @@ from ..idle_cores import count_idle_cores, cpu_quota
 from ..privileges import Privileges, format_bytes, in_control_group, look, read
 from .finding import Finding, first_of, warn_unless
 
-#: Descriptors that a listener leaves free before it begins an exchange, with those of a first worker.
-_LISTENER = 64 + 30
+#: Descriptors that a listener leaves to the program and to one more connection, with those of a first worker.
+_LISTENER = 23 + 30
 #: The usual soft limit of the number of descriptors.
 _USUAL = 1024
 #: UCX leaves POSIX shared memory out if less than this is free in /dev/shm (POSIX_SHM_MIN_SIZE).
