@@ -24,7 +24,7 @@ from typing import ClassVar, get_args
 import attrs
 
 MAGIC = b"trio_ucx"
-VERSION = 1
+VERSION = 2
 
 MAX_TAG = 2**31 - 1
 CONTROL = 2**31

@@ -57,7 +57,7 @@ _TCP_ADDRESS = struct.Struct("<16sH")
 #: The end, in every version: magic, version, and a checksum of everything before. UCX would crash on damaged bytes, so
 #: the checksum is compared first.
 _END, _CHECKSUM = struct.Struct("<4sB"), struct.Struct("<I")
-_MAGIC, VERSION = b"TUWA", 1
+_MAGIC, VERSION = b"TUWA", 2
 
 
 @attrs.frozen(repr=False, init=False)

@@ -53,7 +53,7 @@ _HOST_MEMORY = (lib.TU_MEMORY_UNKNOWN, lib.TU_MEMORY_HOST)
 #: Magic and version, access, access by UCX, address, length; the process (host, pid namespace, pid, start time); the
 #: token, and where its owner has it; the length of the remote key, which follows; then a checksum of everything before.
 _DESCRIPTOR = struct.Struct("<4sBBBxQQ16sQIQ16sQI")
-_MAGIC, _VERSION = b"TURM", 1
+_MAGIC, _VERSION = b"TURM", 2
 #: The token in a descriptor of memory that cannot be reached by messages.
 _NO_TOKEN = bytes(lib.TU_TOKEN_SIZE)
 _CHECKSUM = struct.Struct("<I")
