@@ -315,7 +315,8 @@ async def owner(nbytes: int, kind: str = "allocated") -> None:
     it.
 
     The questions: ``["digest"]``, ``["word", offset]``, ``["poll", flag, start, stop]`` (polls until there is a byte
-    other than 0 at ``flag``, then the digest of what is from ``start`` to ``stop``).
+    other than 0 at ``flag``, then the digest of what is from ``start`` to ``stop``), ``["close"]`` (closes the memory,
+    and makes another one, of ones), ``["intact"]`` (whether that one is).
     """
     tls = os.environ["UCX_TLS"]
     with ucp.open_context(features=REMOTE) as context:
@@ -351,6 +352,15 @@ async def owner(nbytes: int, kind: str = "allocated") -> None:
                     say(hashlib.sha256(view).hexdigest())
                 elif question == "word":
                     say(int.from_bytes(view[arguments[0] : arguments[0] + 8], sys.byteorder))
+                elif question == "close":
+                    del view
+                    memory.close()
+                    memory = context.allocate(nbytes) if kind == "allocated" else context.register(bytearray(nbytes))
+                    view = memory.memoryview
+                    view[:] = b"\x01" * nbytes
+                    say("closed")
+                elif question == "intact":
+                    say(view == b"\x01" * nbytes)
                 elif question == "poll":
                     flag, start, stop = arguments
                     while not view[flag]:

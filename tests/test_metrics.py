@@ -292,7 +292,7 @@ async def test_kinds_of_metrics(worker: ucp.Worker) -> None:
     gauges = {name for name, (kind, _) in kinds.items() if kind == "gauge"}
     assert gauges == {
         *("server_connections", "server_handlers", "server_handshakes", "server_connections_waiting"),
-        *("worker_connections", "worker_endpoints", "worker_left_over_operations"),
+        *("worker_connections", "worker_endpoints", "worker_left_over_operations", "worker_closed_memories"),
     }
     assert {kind for kind, _ in kinds.values()} == {"gauge", "counter"}
     assert {name for name, (_, unit) in kinds.items() if unit == "bytes"} == {

@@ -94,6 +94,7 @@ _WORKER: Sequence[_Row] = [
         lambda it: it.left_over_operations,
     ),
     ("stopped_queues", CounterMetricFamily, "Shared-memory queues that stopped", lambda it: it.stopped_queues),
+    ("closed_memories", GaugeMetricFamily, "Closed memory that peers still use", lambda it: it.closed_memories),
     ("strangers", CounterMetricFamily, "TCP connections to UCX that had no key", lambda it: it.strangers),
 ]
 

@@ -18,6 +18,7 @@ int64_t tu_get(tu_endpoint_t *endpoint, void *address, size_t length, int memory
 
 /* transfer.c: atomics; puts and gets without UCX's own; fences, which are about these and UCX's */
 #define TU_TOKEN_SIZE 16
+#define TU_TOKEN_ALIGNMENT 64  /* bytes; of the token behind allocated memory: a cache line that nobody writes */
 #define TU_LONGEST_NOTE 4096   /* bytes of a notification */
 #define TU_MOST_NOTES 1024     /* notifications about one memory that nobody has taken */
 #define TU_REMOTE_AM_ID 4095   /* the id of the active messages by which they ask the memory's owner */
@@ -31,6 +32,7 @@ int64_t tu_get(tu_endpoint_t *endpoint, void *address, size_t length, int memory
 /* How to reach remote memory. */
 typedef struct tu_access_path {
     char *local;               /* its address in this process; NULL: it is not mapped */
+    const char *local_token;   /* mapped with it: where its owner has the token; NULL: the owner has none there */
     bool messages;             /* whether messages to its owner, with the token, reach it */
     char token[16];
     uint64_t length;
@@ -67,10 +69,12 @@ size_t tu_blocks_repeated(const int64_t *blocks, size_t count, uint64_t limit);
 #define TU_ACCESS_WRITE 2
 #define TU_ACCESS_ATOMIC 4
 tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char *token, uint64_t address,
-                             uint64_t length, unsigned access);
+                             uint64_t length, unsigned access, bool shared);
 uint64_t tu_memory_token_address(const tu_served_t *served);
 void tu_note_take(uint64_t note, char *token, char *data);
 void tu_memory_note_taken(tu_served_t *served);
 unsigned tu_memory_withdraw(tu_served_t *served);
+tu_served_t *tu_memory_hold(const char *token);
+void tu_memory_let_go(tu_served_t *served);
 bool tu_memory_unused(tu_served_t *served);
 void tu_worker_stop_serving(tu_worker_t *worker);

@@ -4,16 +4,19 @@
  */
 #include "rma/transfer.h"
 
-/* Does the next step. Returns false if the owner's process does not let us read it, or the memory was closed: then
- * the cursor stays, and what the step has read means nothing. */
-bool tu_copies_step(const tu_access_path_t *path, bool put, const tu_range_t *ranges, size_t count,
-                    tu_cursor_t *cursor)
+/* Does the next step. Returns UCS_ERR_NO_ELEM if the owner has closed mapped memory, and UCS_ERR_UNREACHABLE if another
+ * process does not let us read it, or has closed it: then the cursor stays. */
+ucs_status_t tu_copies_step(const tu_access_path_t *path, bool put, const tu_range_t *ranges, size_t count,
+                            tu_cursor_t *cursor)
 {
     uint64_t end     = cursor->total + TU_COPIED_AT_ONCE;
     tu_cursor_t next = *cursor;
     size_t taken     = 0;
     tu_range_t pieces[TU_MOST_RANGES];
 
+    if (path->local != NULL && !tu_mapped_is_open(path)) {
+        return UCS_ERR_NO_ELEM;
+    }
     while (taken < TU_MOST_RANGES && next.total < end &&
            tu_cursor_next(&next, ranges, count, end - next.total, &pieces[taken])) {
         if (path->local != NULL) {
@@ -22,10 +25,10 @@ bool tu_copies_step(const tu_access_path_t *path, bool put, const tu_range_t *ra
         taken++;
     }
     if (path->local == NULL && !tu_direct_read(path, pieces, taken)) {
-        return false;
+        return UCS_ERR_UNREACHABLE;
     }
     *cursor = next;
-    return true;
+    return UCS_OK;
 }
 
 /* The owner's process no longer lets us read the memory: messages ask the owner for what is left. It knows why. */
@@ -46,17 +49,23 @@ static unsigned step(tu_hook_t *hook)
 {
     tu_rma_t *rma           = TU_ITEM(hook, tu_rma_t, copy_hook);
     tu_transfer_t *transfer = TU_LIST_FIRST(&rma->copies, tu_transfer_t, copy_link);
+    ucs_status_t status;
     uint64_t old;
 
-    if (transfer->kind == TU_TRANSFER_ATOMIC) {
+    if (transfer->kind == TU_TRANSFER_ATOMIC && tu_mapped_is_open(&transfer->path)) {
         old = tu_mapped_atomic(&transfer->atomic, transfer->path.local + transfer->one.offset, transfer->length);
         tu_transfer_store_integer(transfer->buffer, old, transfer->length);
         tu_transfer_conclude(transfer, UCS_OK);
         return 1;
     }
-    if (!tu_copies_step(&transfer->path, transfer->kind == TU_TRANSFER_PUT, tu_ranges_of(transfer),
-                        transfer->range_count, &transfer->cursor)) {
+    status = tu_copies_step(&transfer->path, transfer->kind == TU_TRANSFER_PUT, tu_ranges_of(transfer),
+                            transfer->range_count, &transfer->cursor);
+    if (status == UCS_ERR_UNREACHABLE) {
         ask_the_owner(transfer);
+        return 1;
+    }
+    if (status != UCS_OK) {
+        tu_transfer_conclude(transfer, status);
         return 1;
     }
     if (transfer->progress != NULL) {

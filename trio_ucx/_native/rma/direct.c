@@ -4,7 +4,8 @@
  * The owner may close the memory at any moment, or end, and its pid may become another process's. So the last thing
  * that each call reads is the memory's token, in the owner's table (owner.c). The owner erases it before it lets go of
  * the memory, and no other process has it there but children that the owner has forked: if it was still there, what was
- * read before it was the memory. Nothing like that is possible for puts, which therefore ask the owner.
+ * read before it was the memory. Otherwise it may be other memory of the owner's, and is overwritten with zeros. Nothing
+ * like that is possible for puts (process_vm_writev could be overtaken by the close), which therefore ask the owner.
  */
 #define _GNU_SOURCE
 #include <string.h>
@@ -37,8 +38,14 @@ bool tu_direct_read(const tu_access_path_t *path, const tu_range_t *pieces, size
     }
     local[count]  = (struct iovec){.iov_base = token, .iov_len = sizeof(token)};
     remote[count] = (struct iovec){.iov_base = (void *)(uintptr_t)path->token_address, .iov_len = sizeof(token)};
-    return process_vm_readv(path->pid, local, count + 1, remote, count + 1, 0) == expected &&
-           memcmp(token, path->token, sizeof(token)) == 0;
+    if (process_vm_readv(path->pid, local, count + 1, remote, count + 1, 0) == expected &&
+        memcmp(token, path->token, sizeof(token)) == 0) {
+        return true;
+    }
+    for (i = 0; i < count; i++) {
+        memset(pieces[i].buffer, 0, pieces[i].length);
+    }
+    return false;
 }
 
 /* Returns true if the process `pid` is the memory's owner, and lets us read it. */

@@ -1,7 +1,24 @@
-/* Remote memory that this process has mapped: it is copied by load and store, and the processor does the atomics. */
+/* Remote memory that this process has mapped: it is copied by load and store, and the processor does the atomics.
+ *
+ * The mapping stays until this process ends it: the kernel keeps the pages of another process's memory, and an owner in
+ * this process keeps its memory (tu_memory_hold). So an access that has begun before the owner closes the memory never
+ * meets other memory. Those that begin later are refused: the memory's token lies behind it, and the owner erases it.
+ */
 #include <string.h>
 
 #include "rma/transfer.h"
+
+/* Returns true if the owner has not closed the memory. One without trio_ucx cannot say so. */
+bool tu_mapped_is_open(const tu_access_path_t *path)
+{
+    uint64_t token;
+
+    if (path->local_token == NULL) {
+        return true;
+    }
+    token = __atomic_load_n((const uint64_t *)(const void *)path->local_token, __ATOMIC_ACQUIRE);
+    return memcmp(&token, path->token, sizeof(token)) == 0;
+}
 
 /* Writes an aligned word by one store. memcpy may write it twice, and overwrite what another peer has stored in
  * between, into a lock that was just released. */

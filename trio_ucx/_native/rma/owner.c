@@ -18,13 +18,14 @@
 
 struct tu_served {
     tu_list_t link;            /* in its bucket */
-    char token[TU_TOKEN_SIZE];
+    _Alignas(uint64_t) char token[TU_TOKEN_SIZE];
+    char *shown;               /* the token for peers that read or map the memory, in this process */
     const tu_context_t *context;
     ucp_mem_h memory;
     char *address;
     uint64_t length;
     unsigned access;           /* TU_ACCESS_... */
-    unsigned uses;             /* requests in flight */
+    unsigned uses;             /* requests in flight, and keys of this process */
     unsigned notes;            /* notifications that nobody has taken */
     bool withdrawn;
 };
@@ -58,10 +59,13 @@ static tu_list_t *bucket_of(const char *token)
     return bucket;
 }
 
-/* Lets peers that know the token (random bytes) use memory as `access` says. NULL: there is no memory for this. */
+/* Lets peers that know the token (random bytes) use memory as `access` says. `shared`: behind the memory, at the next
+ * multiple of TU_TOKEN_ALIGNMENT, there is room for the token, which peers map with the memory. NULL: there is no memory
+ * for this. */
 tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char *token, uint64_t address,
-                             uint64_t length, unsigned access)
+                             uint64_t length, unsigned access, bool shared)
 {
+    uint64_t end        = (length + TU_TOKEN_ALIGNMENT - 1) / TU_TOKEN_ALIGNMENT * TU_TOKEN_ALIGNMENT;
     tu_served_t *served = tu_calloc(1, sizeof(*served));
 
     if (served == NULL) {
@@ -73,28 +77,33 @@ tu_served_t *tu_memory_serve(tu_context_t *context, ucp_mem_h memory, const char
     served->address  = (char *)(uintptr_t)address;
     served->length   = length;
     served->access   = access;
+    served->shown    = shared ? served->address + end : served->token;
+    memcpy(served->shown, token, TU_TOKEN_SIZE);
     pthread_mutex_lock(&mutex);
     tu_list_prepend(bucket_of(token), &served->link);
     pthread_mutex_unlock(&mutex);
     return served;
 }
 
-/* Where this process has the token of the memory, as long as peers may use it: for direct.c at a peer. */
+/* Where this process has the token of the memory, as long as peers may use it: for direct.c and mapped.c at a peer. */
 uint64_t tu_memory_token_address(const tu_served_t *served)
 {
-    return (uint64_t)(uintptr_t)served->token;
+    return (uint64_t)(uintptr_t)served->shown;
 }
 
-/* Refuses further requests. Returns the number of requests in flight. With none the entry is freed; otherwise call
- * tu_memory_unused when TU_RECORD_UNUSED has come. */
+/* Refuses further requests, and further accesses to mapped memory. Returns the number of uses: of requests in flight, and
+ * keys of this process. With none the entry is freed; otherwise call tu_memory_unused after TU_RECORD_UNUSED, and after
+ * tu_memory_let_go. */
 unsigned tu_memory_withdraw(tu_served_t *served)
 {
     unsigned uses;
 
     pthread_mutex_lock(&mutex);
     tu_list_remove(&served->link);
-    explicit_bzero(served->token, TU_TOKEN_SIZE); /* peers that read the memory directly see that it is gone */
+    /* Peers that have mapped the memory, or read it directly, see that it is closed. */
+    __atomic_store_n((uint64_t *)(void *)served->shown, 0, __ATOMIC_RELEASE);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    explicit_bzero(served->token, TU_TOKEN_SIZE);
     served->withdrawn = true;
     uses              = served->uses;
     pthread_mutex_unlock(&mutex);
@@ -152,7 +161,8 @@ static ucs_status_t hold(const tu_remote_request_t *request, unsigned access, ui
     return status;
 }
 
-static void release(tu_rma_t *rma, tu_served_t *served)
+/* Returns true if the memory was withdrawn, and is in use no more. */
+static bool let_go(tu_served_t *served)
 {
     bool unused;
 
@@ -160,7 +170,31 @@ static void release(tu_rma_t *rma, tu_served_t *served)
     served->uses--;
     unused = served->uses == 0 && served->withdrawn;
     pthread_mutex_unlock(&mutex);
-    if (unused) {
+    return unused;
+}
+
+/* Keeps memory of this process mapped for a peer in this process, until tu_memory_let_go. NULL: it was closed. */
+tu_served_t *tu_memory_hold(const char *token)
+{
+    tu_served_t *served;
+
+    pthread_mutex_lock(&mutex);
+    served = find(token);
+    if (served != NULL) {
+        served->uses++;
+    }
+    pthread_mutex_unlock(&mutex);
+    return served;
+}
+
+void tu_memory_let_go(tu_served_t *served)
+{
+    (void)let_go(served);
+}
+
+static void release(tu_rma_t *rma, tu_served_t *served)
+{
+    if (let_go(served)) {
         tu_hook_add(rma->worker, &rma->unused_hook);
     }
 }

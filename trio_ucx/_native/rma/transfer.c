@@ -59,33 +59,39 @@ static bool may_begin(const tu_transfers_t *transfers)
            (transfers->waiting == NULL && !(transfers->fence && !tu_list_is_empty(&transfers->list)));
 }
 
-/* Does what can be done in TU_SEQUENCE_SLICE. Returns false if something is left. If the kernel refuses, it clears
- * path->pid: then messages do the rest. */
-static bool do_at_once(const tu_transfer_params_t *params, tu_access_path_t *path, const tu_range_t *ranges,
+/* Does what can be done in TU_SEQUENCE_SLICE. Returns UCS_INPROGRESS if something is left, an error if the owner has
+ * closed the memory. If the kernel refuses, it clears path->pid: then messages do the rest. */
+static ucs_status_t do_at_once(const tu_transfer_params_t *params, tu_access_path_t *path, const tu_range_t *ranges,
                        size_t count, uint64_t length, tu_cursor_t *cursor)
 {
     uint64_t end = length > TU_COPIED_AT_ONCE ? tu_now() + TU_SEQUENCE_SLICE : 0;
+    ucs_status_t status;
 
-    if (params->kind == TU_TRANSFER_ATOMIC) {
-        if (path->local != NULL) {
-            tu_transfer_store_integer(
-                ranges->buffer, tu_mapped_atomic(&params->atomic, path->local + ranges->offset, length), length);
-        }
-        return path->local != NULL;
+    if (path->local == NULL && (path->pid == 0 || params->kind == TU_TRANSFER_ATOMIC)) {
+        return UCS_INPROGRESS;
     }
-    if (path->local == NULL && path->pid == 0) {
-        return false;
+    if (params->kind == TU_TRANSFER_ATOMIC) {
+        if (!tu_mapped_is_open(path)) {
+            return UCS_ERR_NO_ELEM;
+        }
+        tu_transfer_store_integer(
+            ranges->buffer, tu_mapped_atomic(&params->atomic, path->local + ranges->offset, length), length);
+        return UCS_OK;
     }
     do {
-        if (!tu_copies_step(path, params->kind == TU_TRANSFER_PUT, ranges, count, cursor)) {
+        status = tu_copies_step(path, params->kind == TU_TRANSFER_PUT, ranges, count, cursor);
+        if (status == UCS_ERR_UNREACHABLE) {
             path->pid = 0;
-            return false;
+            return UCS_INPROGRESS;
+        }
+        if (status != UCS_OK) {
+            return status;
         }
         if (params->progress != NULL) {
             *params->progress = cursor->total;
         }
     } while (cursor->total < length && tu_now() < end);
-    return cursor->total == length;
+    return cursor->total == length ? UCS_OK : UCS_INPROGRESS;
 }
 
 ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params_t *params, tu_transfer_t **out)
@@ -114,9 +120,12 @@ ucs_status_t tu_transfer_begin(tu_endpoint_t *endpoint, const tu_transfer_params
         free(params->ranges);
         return UCS_ERR_UNSUPPORTED;
     }
-    if (may_begin(tu_transfers_of(endpoint)) && do_at_once(params, &path, ranges, count, length, &cursor)) {
-        free(params->ranges);
-        return UCS_OK;
+    if (may_begin(tu_transfers_of(endpoint))) {
+        verdict = do_at_once(params, &path, ranges, count, length, &cursor);
+        if (verdict != UCS_INPROGRESS) {
+            free(params->ranges);
+            return verdict;
+        }
     }
     transfer = add(endpoint, params, &path, length, &cursor);
     if (transfer == NULL) {

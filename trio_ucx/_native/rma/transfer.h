@@ -200,6 +200,7 @@ void tu_order_advance(tu_endpoint_t *endpoint);
 void tu_order_dispose(tu_transfer_t *transfer);
 
 /* mapped.c */
+bool tu_mapped_is_open(const tu_access_path_t *path);
 void tu_mapped_copy(bool put, char *buffer, char *local, uint64_t length);
 void tu_mapped_store(char *to, const void *data, uint64_t length);
 uint64_t tu_mapped_atomic(const tu_atomic_terms_t *atomic, char *at, uint64_t length);
@@ -212,8 +213,8 @@ bool tu_direct_read(const tu_access_path_t *path, const tu_range_t *pieces, size
 #define TU_COPIED_AT_ONCE (1024 * 1024) /* bytes */
 void tu_copies_open(tu_rma_t *rma);
 void tu_copies_close(tu_rma_t *rma);
-bool tu_copies_step(const tu_access_path_t *path, bool put, const tu_range_t *ranges, size_t count,
-                    tu_cursor_t *cursor);
+ucs_status_t tu_copies_step(const tu_access_path_t *path, bool put, const tu_range_t *ranges, size_t count,
+                            tu_cursor_t *cursor);
 extern const tu_transfer_method_t tu_copies_method;
 
 /* requester.c */

@@ -46,6 +46,7 @@ from outcome import Error
 from ..._native import ffi, lib
 from ..._util.contained import contained, report
 from .._context import Context
+from .._memory.registered import closed_memories
 from .._quirks.key_gate import KeyGate
 from .._status import Status, UCXError, broken
 from .arming import Arming, Event, Progress
@@ -405,5 +406,6 @@ class Engine:
             poll_limit=native.poll_limit / 1e9,
             background_closes=self.run.background,
             stopped_queues=self.counters["stopped_queues"],
+            closed_memories=closed_memories(self.context),
             strangers=native.strangers,
         )

@@ -34,8 +34,8 @@ class ConnectionTotals:
 class WorkerStatistics:
     """Figures about a :class:`Worker`. Counters only grow; gauges go up and down.
 
-    Gauges: ``operations_in_flight``, ``left_over_operations``, ``endpoints``, ``poll_limit`` and
-    ``background_closes``. The others are counters.
+    Gauges: ``operations_in_flight``, ``left_over_operations``, ``endpoints``, ``poll_limit``, ``background_closes`` and
+    ``closed_memories``. The others are counters.
 
     Attributes:
         operations_in_flight: posted and not completed.
@@ -57,6 +57,8 @@ class WorkerStatistics:
         background_closes: closes that go on after their task was cancelled.
         stopped_queues: times that the worker's queue in shared memory stopped, because a local peer was killed while it
             wrote to it (ucx-limits.md). Queues of the workers that took over its new Connections are counted, too.
+        closed_memories: pieces of memory of the worker's context that were closed, and stay because peers still use
+            them: see :meth:`Memory.close`.
         strangers: connections to its TCP ports that were closed, because they showed no key.
         connections: the Connections of both sides, clients and servers, on this worker and on those that were opened
             for it: for ``isolate=True``, say.
@@ -79,5 +81,6 @@ class WorkerStatistics:
     poll_limit: float
     background_closes: int
     stopped_queues: int
+    closed_memories: int
     strangers: int
     connections: ConnectionTotals = attrs.field(factory=ConnectionTotals)

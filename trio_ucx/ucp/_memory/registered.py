@@ -50,11 +50,12 @@ _LOCAL_READ, _LOCAL_WRITE, _REMOTE_READ, _REMOTE_WRITE = 1 << 0, 1 << 1, 1 << 8,
 #: What of the kinds of memory that a Pinned may be in we can look at.
 _HOST_MEMORY = (lib.TU_MEMORY_UNKNOWN, lib.TU_MEMORY_HOST)
 
-#: Magic and version, access, access by UCX, address, length; the process (host, pid namespace, pid, start time); the
-#: token, and where its owner has it; the length of the remote key, which follows; then a checksum of everything before.
-_DESCRIPTOR = struct.Struct("<4sBBBxQQ16sQIQ16sQI")
+#: Magic and version, access, access by UCX, whether its owner answers messages, address, length; the process (host, pid
+#: namespace, pid, start time); the token, and where its owner has it; the length of the remote key, which follows; then
+#: a checksum of everything before.
+_DESCRIPTOR = struct.Struct("<4sBBBBQQ16sQIQ16sQI")
 _MAGIC, _VERSION = b"TURM", 2
-#: The token in a descriptor of memory that cannot be reached by messages.
+#: The token in a descriptor of memory that has none.
 _NO_TOKEN = bytes(lib.TU_TOKEN_SIZE)
 _CHECKSUM = struct.Struct("<I")
 _MAX_ADDRESS = 2**64 - 1
@@ -121,13 +122,16 @@ class MemoryDescriptor:
     access: Access = Access.ALL
     #: Whose memory it is, so that :meth:`Endpoint.attach` notices an endpoint to another process.
     _process: Process = NOBODY
-    #: 16 random bytes that requests for this memory must have, where it is reached by trio_ucx's own messages; empty
-    #: for memory of programs without trio_ucx.
+    #: 16 random bytes, which the owner erases when it closes the memory, and which requests by messages must have.
+    #: Empty: device memory, or memory of a program without trio_ucx.
     _token: bytes = b""
     #: Which of UCX's puts and gets the owner's UCX answers; the features of its context decide.
     _ucx_access: Access = Access.ALL
-    #: Where the owner's process has the token as long as the memory is open; 0: not known.
+    #: Where the owner's process has the token as long as the memory is open: of allocated memory, behind it; 0: not
+    #: known.
     _token_address: int = 0
+    #: Whether the owner answers trio_ucx's own messages about this memory.
+    _answers_messages: bool = True
 
     def __attrs_post_init__(self) -> None:
         check_integer(self.address, "the address", 0, _MAX_ADDRESS)
@@ -151,6 +155,7 @@ class MemoryDescriptor:
                 _VERSION,
                 self.access,
                 self._ucx_access,
+                self._answers_messages,
                 self.address,
                 self.nbytes,
                 *attrs.astuple(self._process),
@@ -180,7 +185,7 @@ class MemoryDescriptor:
             )
         if checksum != _CHECKSUM.pack(zlib.crc32(body)):
             raise ValueError("this memory descriptor was damaged on the way")
-        _, version, access, ucx_access, address, nbytes, *rest = _DESCRIPTOR.unpack_from(body)
+        _, version, access, ucx_access, answers_messages, address, nbytes, *rest = _DESCRIPTOR.unpack_from(body)
         if version != _VERSION:
             raise ValueError(f"a memory descriptor of version {version}: this trio_ucx speaks version {_VERSION}")
         process, (token, token_address, rkey_length) = check_process(*rest[:4]), rest[4:]
@@ -196,7 +201,13 @@ class MemoryDescriptor:
             b"" if token == _NO_TOKEN else token,
             Access(ucx_access & 7),
             token_address,
+            bool(answers_messages),
         )
+
+    def _has_token_behind(self) -> bool:
+        """True if the owner has allocated the memory, and the token lies behind it, where peers map it."""
+        distance = self._token_address - self.address
+        return bool(self._token) and distance == -(-self.nbytes // lib.TU_TOKEN_ALIGNMENT) * lib.TU_TOKEN_ALIGNMENT
 
     def _answers_ucx(self) -> bool:
         """True if the owner's UCX answers UCX's puts and gets."""
@@ -232,9 +243,9 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
     _handle: Any
     _window: Window | None
     _pins: Pinned | None
-    #: What peers' requests by messages must have; empty: this memory has no such requests.
+    #: See :attr:`MemoryDescriptor._token`.
     _token: bytes = b""
-    #: C's entry for such requests; None: there is none, or no more.
+    #: C's entry, by which it serves peers; None: there is none, or no more.
     _served: Any = None
     _rkey: bytes | None = None
     _notes: NoteQueue = attrs.field(factory=NoteQueue)
@@ -251,8 +262,8 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
             RuntimeError: its context was closed, or opened without ``Feature.AM``.
         """
         self._check()
+        self.context._require(Feature.AM, "receiving notifications")
         if not self._token:
-            self.context._require(Feature.AM, "receiving notifications")
             raise ValueError("there are no notifications about device memory")
         notifications: Notifications = Notifications._create(self._notes, self._note_taken)
         return notifications
@@ -309,6 +320,7 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
                 self._token,
                 ucx_access(self.context.features),
                 lib.tu_memory_token_address(self._served) if self._served is not None else 0,
+                self.context._serves_memory,
             )
         )
 
@@ -327,10 +339,13 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
     def close(self) -> None:
         """Ends the registration (``ucp_mem_unmap``); frees allocated memory. Closed already: no effect.
 
-        Later requests of trio_ucx peers by messages are refused. Their requests in flight go on; until they complete,
-        the memory stays, and a registered buffer stays pinned. Peers that have mapped allocated memory over shared
-        memory keep their mapping. UCX does not check the requests of peers without trio_ucx, except with RDMA hardware:
-        they would write to whatever is at that address then. Tell them first.
+        Returns at once. Whatever trio_ucx peers begin later is refused (NO_ELEM), and what is under way ends with its
+        next step. Until then the memory stays, and a registered buffer stays pinned. Allocated memory also stays while
+        a peer in this process has a :class:`RemoteMemory` of it; ``statistics().closed_memories`` of a worker counts
+        what stays.
+
+        UCX's own puts and gets are not refused, except with RDMA hardware. Peers without trio_ucx, say, write to
+        whatever is at that address then: tell them first.
 
         Raises:
             BufferError: something made from :attr:`memoryview` (a numpy array, say) is still in use.
@@ -348,7 +363,7 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         if served is not None and lib.tu_memory_withdraw(served):
             with _lock:
                 _closing[served] = self, handle
-            unmap_unused()  # another thread may have finished its last transfer just now
+            unmap_unused()  # another thread may have ended the last use just now
         else:
             self._unmap(handle)
 
@@ -372,7 +387,8 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         return f"<trio_ucx.ucp.Memory of {self.nbytes} bytes at {self.address:#x}, {state}>"
 
 
-#: Memory that was closed while peers' requests were in flight, and UCX's handle of it, by C's entry.
+#: Memory that was closed while it was in use (peers' requests in flight, keys of this process), and UCX's handle of it,
+#: by C's entry.
 _closing: dict[Any, tuple[Memory, Any]] = {}
 #: Open memory that peers reach by messages.
 _by_token: weakref.WeakValueDictionary[bytes, Memory] = weakref.WeakValueDictionary()
@@ -390,7 +406,7 @@ def note_arrived(pointer: int, length: int, find_endpoint: Callable[[], Any]) ->
 
 
 def unmap_unused() -> None:
-    """Ends the registration of closed memory for which no request is in flight any more."""
+    """Ends the registration of closed memory that is not in use any more."""
     done = []
     with _lock:
         for served in list(_closing):
@@ -427,6 +443,12 @@ def allocate(context: Context, nbytes: int, access: Access) -> Memory:
     if nbytes > _available():
         raise MemoryError(f"this machine does not have {nbytes} bytes of memory to allocate")
     return _map(context, ffi.NULL, nbytes, access, _protection(access, True), None)
+
+
+def closed_memories(context: Context) -> int:
+    """Returns how much memory of a context was closed, and stays because it is in use. Any thread may call it."""
+    with _lock:
+        return sum(memory.context is context for memory, _ in _closing.values())
 
 
 def _available() -> int:
@@ -470,7 +492,8 @@ def _map(
     with context._held() as native:
         out = ffi.new("ucp_mem_h *")
         kind = pins.memory - 1 if pins is not None else -1  # -1: UCX looks, or allocates in host memory
-        status = lib.tu_memory_map(native, address, nbytes, kind, protection, out)
+        size = nbytes if pins is not None else nbytes + lib.TU_TOKEN_ALIGNMENT + lib.TU_TOKEN_SIZE  # the token, behind
+        status = lib.tu_memory_map(native, address, size, kind, protection, out)
         if status == Status.NO_MEMORY:
             raise MemoryError(f"UCX has no {nbytes} bytes of memory to allocate or register")
         if status != Status.OK:
@@ -482,9 +505,9 @@ def _map(
             base = found[0]
         window = Window(base, nbytes, writable=bool(protection & _LOCAL_WRITE)) if on_host else None
         memory: Memory = Memory._create(context, base, nbytes, access, out[0], window, pins)
-        if on_host and context._serves_memory:
+        if on_host:
             memory._token = os.urandom(lib.TU_TOKEN_SIZE)
-            memory._served = lib.tu_memory_serve(native, out[0], memory._token, base, nbytes, access)
+            memory._served = lib.tu_memory_serve(native, out[0], memory._token, base, nbytes, access, pins is None)
             if memory._served == ffi.NULL:
                 lib.tu_memory_unmap(native, out[0])
                 memory._handle = memory._served = None

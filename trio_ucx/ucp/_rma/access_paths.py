@@ -8,7 +8,7 @@ of its own. The owner's UCX ends the process when the peer dies while answers ar
 therefore avoid them:
 
 * Memory that the owner allocated is mapped in this process over shared memory. It is copied, in pieces, and atomics are
-  the CPU's instructions (``rma/mapped.c``).
+  the CPU's instructions (``rma/mapped.c``), as long as the owner has not erased the token that lies behind it.
 * Other memory of a process on this machine is read by the kernel, if that lets us (``rma/direct.c``).
 * Otherwise trio_ucx's own active messages ask the owner (``rma/requester.c``; ``rma/owner.c`` at the owner), if both
   contexts have ``Feature.AM`` and the memory's descriptor has a token. The owner checks each request. wire.md
@@ -29,11 +29,11 @@ import attrs
 
 from ..._native import ffi, lib
 from ..._util.live_handles import live_handles
-from ..._util.process import is_visible
+from ..._util.process import is_visible, this_process
 from .._engine.endpoint_core import EndpointCore, Scope
 from .._engine.posting import completed, post_flush
 from .._features import Feature
-from .._memory.registered import MemoryDescriptor, is_host_memory
+from .._memory.registered import MemoryDescriptor, is_host_memory, unmap_unused
 from .._status import Status, UCXError
 
 #: UCX's transports that do not put and get by RDMA hardware.
@@ -44,6 +44,19 @@ _SOFTWARE = ("tcp", "sysv", "posix", "self", "cma", "knem", "xpmem", "cuda", "gd
 PART_OVER_TCP = 65_000
 
 
+@attrs.frozen
+class Mapping:
+    """Memory of a peer that this process has mapped.
+
+    Attributes:
+        address: of the memory, in this process.
+        token: the address of its token; 0: it has none, being that of a UCP program without trio_ucx.
+    """
+
+    address: int
+    token: int
+
+
 class Key:
     """An unpacked remote key. It is destroyed when it was closed and no operation uses it any more."""
 
@@ -52,6 +65,8 @@ class Key:
         self._id = core.engine.next_id()
         self._uses = 0
         self._closed = False
+        #: C's entry of memory of this process, which stays as long as this key.
+        self._held: Any = None
         out = ffi.new("ucp_rkey_h *")
         # UCX gets no length: it reads until it finds this byte behind the key.
         status = lib.tu_rkey_unpack(core.handle, ffi.from_buffer("char[]", packed + b"\xff" * 8), out)
@@ -68,6 +83,9 @@ class Key:
         self._engine.teardown.at_end.pop(self._id, None)
         if self._uses == 0 and self._engine.usable:  # else UCX frees it with the worker
             lib.tu_rkey_destroy(handle)
+        if self._held is not None:
+            lib.tu_memory_let_go(self._held)
+            unmap_unused()
         live_handles.closed("remote key")
 
     def hold(self) -> None:
@@ -83,26 +101,47 @@ class Key:
         if self._uses == 0:
             self._destroy()
 
-    def mapped(self, descriptor: MemoryDescriptor) -> int:
-        """The address at which this process has mapped the memory; 0 if it has not.
+    def mapped(self, descriptor: MemoryDescriptor) -> Mapping | None:
+        """Returns where this process has mapped the memory; None if it has not.
 
         Raises:
             ValueError: the descriptor claims more memory than there is.
+            UCXError: NO_ELEM: its owner has closed it.
         """
         pointer = ffi.new("uint64_t *")
         if not is_host_memory(descriptor.rkey):
-            return 0
+            return None
         if lib.tu_rkey_pointer(self.handle, descriptor.address, pointer) != Status.OK:
-            return 0
+            return None
         start = int(pointer[0])
         end = _end_of_shared_mapping(start)
         if not end:
-            return 0
+            return None
+        if descriptor._has_token_behind():
+            token = start + descriptor._token_address - descriptor.address
+            if not self._hold(descriptor) or token + lib.TU_TOKEN_SIZE > end or not _is_at(token, descriptor._token):
+                raise _closed("mapping remote memory")  # there may be other memory by now
+            return Mapping(start, token)
+        if descriptor._token and descriptor._token_address:
+            return None  # registered memory of this process, whose token is elsewhere
         if start + descriptor.nbytes > end:
             raise ValueError(
                 f"this descriptor is of {descriptor.nbytes} bytes of memory, of which only {end - start} exist"
             )
-        return start
+        return Mapping(start, 0)
+
+    def _hold(self, descriptor: MemoryDescriptor) -> bool:
+        """Keeps the memory if it is this process's: no kernel keeps it mapped then. Returns False if it was closed."""
+        if descriptor._process != this_process() or self._held is not None:
+            return True
+        held = lib.tu_memory_hold(descriptor._token)
+        if held != ffi.NULL:
+            self._held = held
+        return self._held is not None
+
+
+def _is_at(address: int, token: bytes) -> bool:
+    return bytes(ffi.buffer(ffi.cast("char *", address), len(token))) == token
 
 
 def _end_of_shared_mapping(address: int) -> int:
@@ -161,10 +200,14 @@ def _is_emulated(core: EndpointCore) -> bool:
     return all(lane.decode().startswith(_SOFTWARE) for lane in core.lanes() or ())
 
 
+def _closed(doing: str) -> UCXError:
+    return UCXError(Status.NO_ELEM, f"{doing}: its owner refused, having closed it, or never allowed that")
+
+
 def refusal(status: int, doing: str) -> Exception | None:
     """The exception for a request that the owner of remote memory refused; None if the status says something else."""
     if status == Status.NO_ELEM:
-        return UCXError(status, f"{doing}: its owner refused, having closed it, or never allowed that")
+        return _closed(doing)
     if status == Status.INVALID_ADDR:
         return UCXError(status, f"{doing}: its owner refused, having less memory than the descriptor says")
     return None
@@ -204,20 +247,23 @@ def find_access_path(core: EndpointCore, descriptor: MemoryDescriptor, key: Key 
 
     Raises:
         ValueError: the descriptor claims more than there is.
+        UCXError: NO_ELEM: its owner has closed it.
     """
     native = ffi.new("tu_access_path_t *", {"length": descriptor.nbytes})
-    pointer = 0 if key is None else key.mapped(descriptor)
-    native.local = ffi.cast("char *", pointer)
-    if descriptor._token and core.features & Feature.AM:
+    mapping = None if key is None else key.mapped(descriptor)
+    ffi.memmove(native.token, descriptor._token, len(descriptor._token))
+    if mapping is not None:
+        native.local = ffi.cast("char *", mapping.address)
+        native.local_token = ffi.cast("char *", mapping.token)
+    if descriptor._token and descriptor._answers_messages and core.features & Feature.AM:
         native.messages = True
         native.part = PART_OVER_TCP if _has_only_tcp(core) else 0
-        ffi.memmove(native.token, descriptor._token, len(descriptor._token))
-        if not pointer and not native.part:
+        if mapping is None and not native.part:
             _find_process(core, descriptor, native)
-    if not pointer and not native.messages:
+    if mapping is None and not native.messages:
         return None
     hardware = not _is_emulated(core) and Feature.RMA in core.engine.context.features and descriptor._answers_ucx()
-    return AccessPath(core, native, key if pointer else None, hardware)
+    return AccessPath(core, native, None if mapping is None else key, hardware)
 
 
 def _find_process(core: EndpointCore, descriptor: MemoryDescriptor, native: Any) -> None:

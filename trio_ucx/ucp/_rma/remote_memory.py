@@ -274,6 +274,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
         Raises:
             ValueError: closed; the descriptor says more memory than there is.
+            UCXError: NO_ELEM: the owner has closed memory that this process could map.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -345,11 +346,11 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """The memory itself, where this process reaches it by load and store (``ucp_rkey_ptr``).
 
         That is so for memory that its owner allocated (:meth:`Context.allocate`), over shared memory. Read-only without
-        ``Access.WRITE``. It ends with :meth:`close`.
+        ``Access.WRITE``. It ends with :meth:`close`. When the owner closes the memory, a view keeps the old bytes.
 
         Raises:
             UCXError: UNREACHABLE: it cannot be reached like that; use :meth:`get` and :meth:`put`. NOT_CONNECTED: the
-                connection is not up yet; :meth:`connect` waits for it.
+                connection is not up yet; :meth:`connect` waits for it. NO_ELEM: the owner has closed the memory.
             ValueError: not allowed by :attr:`access`; closed; the descriptor says more memory than there is.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
@@ -361,12 +362,12 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
                     Status.NOT_CONNECTED, "mapping remote memory before the connection is up: await connect() first"
                 )
             key = self._key("load and store", self._core)
-            pointer = key.mapped(self._descriptor)
-            if not pointer:
+            mapping = key.mapped(self._descriptor)
+            if mapping is None:
                 raise UCXError(Status.UNREACHABLE, "this memory cannot be reached by load and store: use get and put")
             writable = bool(self.access & Access.WRITE)
             key.hold()  # destroying it would unmap what the view shows
-            self._borrowed = Borrowed(self._core.engine, pointer, self.nbytes, key.let_go, writable=writable)
+            self._borrowed = Borrowed(self._core.engine, mapping.address, self.nbytes, key.let_go, writable=writable)
         return self._borrowed.view
 
     # ---- atomics ----
@@ -716,6 +717,11 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         key = path.key
         if verdict > 0 and key is not None:
             key.hold()
+        refused = refusal(verdict, doing)
+        if refused is not None and self._scope.problem() is None:
+            if pins is not None:
+                pins.release()
+            raise refused
         return pending_operation(
             path.core.engine,
             verdict,
