@@ -356,15 +356,15 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """
         self._check_open()
         self._check(Access.READ, "read", 0, 0)
+        if not try_connect(self._core, self._scope):
+            raise UCXError(
+                Status.NOT_CONNECTED, "mapping remote memory before the connection is up: await connect() first"
+            )
+        key = self._key("load and store", self._core)
+        mapping = key.mapped(self._descriptor)
+        if mapping is None:
+            raise UCXError(Status.UNREACHABLE, "this memory cannot be reached by load and store: use get and put")
         if self._borrowed is None:
-            if not try_connect(self._core, self._scope):
-                raise UCXError(
-                    Status.NOT_CONNECTED, "mapping remote memory before the connection is up: await connect() first"
-                )
-            key = self._key("load and store", self._core)
-            mapping = key.mapped(self._descriptor)
-            if mapping is None:
-                raise UCXError(Status.UNREACHABLE, "this memory cannot be reached by load and store: use get and put")
             writable = bool(self.access & Access.WRITE)
             key.hold()  # destroying it would unmap what the view shows
             self._borrowed = Borrowed(self._core.engine, mapping.address, self.nbytes, key.let_go, writable=writable)
