@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import hashlib
 import logging
 import os
 import random
@@ -30,6 +31,7 @@ import trio
 from attacked_server import AttackedServer, open_attacked_server
 from helpers import free_port, open_listener, open_pair, open_peer, open_raw_pair, until
 from injected_faults import delay_handshakes, have_an_unknown_address_layout, miss_an_import, miss_where_ucx_listens
+from key_proofs import ANSWER_SIZE, PROOF_SIZE, Place, Proof, name_of
 from networks import Host, as_user, open_network
 from samples import some_description
 
@@ -91,7 +93,8 @@ def noise(address: tuple[str, int]) -> Iterator[socket.socket]:
 
 def fatal(address: tuple[str, int]) -> Iterator[socket.socket]:
     for number in range(500):
-        yield begin(address, [FATAL, new_key() + FATAL, bytes(KEY_SIZE) + FATAL][number % 3])
+        wrong = bytes(Proof(new_key(), address))
+        yield begin(address, [FATAL, wrong + FATAL, bytes(PROOF_SIZE) + FATAL][number % 3])
 
 
 def come_and_go(address: tuple[str, int]) -> Iterator[socket.socket]:
@@ -177,9 +180,9 @@ def recorded_pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[KeyGa
     pairs: list[tuple[KeyGate, KeyPair]] = []
     real = KeyGate.let_in
 
-    def let_in(gate: KeyGate, pair: KeyPair, address: ucp.WorkerAddress | None) -> object:
+    def let_in(gate: KeyGate, pair: KeyPair, address: ucp.WorkerAddress | None, **options: Any) -> object:
         pairs.append((gate, pair))
-        return real(gate, pair, address)
+        return real(gate, pair, address, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(KeyGate, "let_in", let_in)
@@ -187,55 +190,131 @@ def recorded_pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[KeyGa
 
 
 def answer(connection: socket.socket) -> bytes:
-    """What comes until the other end closes the connection, or KEY_SIZE bytes."""
+    """What comes until the other end closes the connection, or ANSWER_SIZE bytes."""
     with contextlib.suppress(ConnectionError):
-        return connection.recv(KEY_SIZE, socket.MSG_WAITALL)
+        return connection.recv(ANSWER_SIZE, socket.MSG_WAITALL)
     return b""
+
+
+async def show(data: object, place: Place) -> bytes:
+    """What a port answers to these bytes, or to a proof."""
+    with begin(place, bytes(data)) as connection:  # type: ignore[call-overload]
+        return await trio.to_thread.run_sync(answer, connection)
 
 
 def strangers(worker: ucp.Worker) -> int:
     return worker.statistics().strangers
 
 
-async def test_who_shows_a_key(caplog: pytest.LogCaptureFixture) -> None:
+def native_code(key: bytes, data: bytes) -> bytes:
+    out = ffi.new("char[32]")
+    lib.tu_blake2s(key, data, len(data), out)
+    return bytes(ffi.buffer(out))
+
+
+def test_the_hash() -> None:
+    dice = random.Random(1)
+    for size in [*range(260), 1000, 4096, 5000]:
+        key, data = dice.randbytes(KEY_SIZE), dice.randbytes(size)
+        assert native_code(key, data) == hashlib.blake2s(data, key=key).digest(), size
+    # Of the vectors of the reference implementation (blake2s-kat.txt): the key 00 to 1f, data of 0 and of 255 bytes.
+    first, last = native_code(bytes(range(32)), b""), native_code(bytes(range(32)), bytes(range(255)))
+    assert first.hex() == "48a8997da407876b3d79c0d92325ad3b89cbb754d86ab71aee047ad345fd2c49"
+    assert last.hex() == "3fb735061abc519dfe979e54c1ee5bfad0a9d858b3315bad34bde999efd724dd"
+
+
+async def test_who_proves_to_know_a_key(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "trio_ucx")
     async with ucp.open_worker(config=TCP) as worker, ucp.open_worker(config=TCP) as other:
         gate = internals(worker).key_gate
         pair = KeyPair(new_key(), new_key())
         admission = gate.let_in(pair, None)
         internals(other).key_gate.let_in(KeyPair(new_key(), new_key()), None)
-
-        async def show(data: bytes, address: tuple[str, int]) -> bytes:
-            with begin(address, data) as connection:
-                return await trio.to_thread.run_sync(answer, connection)
-
         ports, others = worker.address.tcp_addresses, other.address.tcp_addresses
         for port in ports:
-            assert await show(pair.ours, port) == pair.theirs
-            assert await show(pair.ours + FATAL[:20], port) == pair.theirs
+            for rest in (b"", FATAL[:20]):
+                proof = Proof(pair.ours, port)
+                assert await show(bytes(proof) + rest, port) == proof.accepted
         assert strangers(worker) == 0
-        wrong = [
-            FATAL,
-            UCX_MAGIC,
-            b"x",
-            pair.ours[:-1],
-            pair.ours[:-1] + b"\0" + FATAL,
-            b"\0" + pair.ours,
-            pair.theirs + FATAL,
-            bytes(KEY_SIZE),
-        ]
-        for port in ports:
-            for data in wrong:
-                assert await show(data, port) == b"", data
-        assert await show(pair.ours + FATAL, others[0]) == b""  # that opens this worker only
+        used = Proof(pair.ours, ports[0])
+        assert await show(used, ports[0]) == used.accepted
+        right = bytes(Proof(pair.ours, ports[0]))
+        wrong = {
+            "UCX's bytes": FATAL,
+            "their beginning": UCX_MAGIC,
+            "a byte": b"x",
+            "zeros": bytes(PROOF_SIZE),
+            "used": bytes(used),
+            "used, with UCX's bytes": bytes(used) + FATAL,
+            "cut": right[:-1],
+            "changed": right[:-1] + bytes([right[-1] ^ 1]) + FATAL,
+            "of another nonce": right[:24] + bytes(16) + right[40:],
+            "of another epoch than it says": right[:16] + struct.pack("<Q", 1) + right[24:],
+            "of another name": name_of(pair.theirs) + right[16:],
+            "behind a byte": b"\0" + right,
+            "the key": pair.ours + FATAL,
+            "of the other key": bytes(Proof(pair.theirs, ports[0])),
+            "of the other key, with this one's name": right[:16] + bytes(Proof(pair.theirs, ports[0]))[16:],
+            "of the role of an answer": bytes(Proof(pair.ours, ports[0], role="accept")),
+            "an answer": used.accepted,
+            "for another port": bytes(Proof(pair.ours, (ports[0][0], ports[0][1] ^ 1))),
+            "for another host": bytes(Proof(pair.ours, ("10.0.0.1", ports[0][1]))),
+            "for the other worker": bytes(Proof(pair.ours, others[0])),
+        }
+        for what, data in wrong.items():
+            assert await show(data, ports[0]) == b"", what
+        assert await show(right, others[0]) == b"", "that opens this worker only"
+        assert await show(right, ports[0]) != b"", "it was right"
         admission.end()
         admission.end()
-        assert await show(pair.ours + FATAL, ports[0]) == b""
-        await until(lambda: strangers(worker) == len(wrong) * len(ports) + 1 and strangers(other) == 1)
+        assert await show(Proof(pair.ours, ports[0]), ports[0]) == b""
+        await until(lambda: strangers(worker) == len(wrong) + 1 and strangers(other) == 1)
         await until(lambda: len([one for one in caplog.records if "turned away" in one.getMessage()]) == 2)
         lines = [one for one in caplog.records if "turned away" in one.getMessage()]  # one a minute for each worker
         assert {line.levelname for line in lines} == {"INFO"}
         assert any(host in lines[0].getMessage() for host, _ in ports)
+
+
+@pytest.fixture
+def few_nonces() -> Iterator[int]:
+    """Each pair remembers only so many nonces."""
+    lib.tu_test_most_nonces(4)
+    yield 4
+    lib.tu_test_most_nonces(0)
+
+
+async def test_proofs_that_overtake_each_other() -> None:
+    """The order in which proofs arrive does not matter, and two holders of a key do not know of each other."""
+    async with ucp.open_worker(config=TCP) as worker:
+        address = worker.address
+        [port, *_] = address.tcp_addresses
+        proofs = [Proof(address.keys[:KEY_SIZE], port, nonce=bytes([number]) * 16) for number in range(100)]
+        random.Random(1).shuffle(proofs)
+        for proof in proofs:
+            assert await show(proof, port) == proof.accepted
+        for proof in proofs:
+            assert await show(proof, port) == b""
+        assert strangers(worker) == len(proofs)
+
+
+async def test_a_new_epoch_begins_when_there_are_too_many_nonces(few_nonces: int) -> None:
+    async with ucp.open_worker(config=TCP) as worker:
+        key, [port, *_] = worker.address.keys[:KEY_SIZE], worker.address.tcp_addresses
+        recorded = []
+        for epoch in range(3):
+            for _ in range(few_nonces):
+                recorded.append(Proof(key, port, epoch))
+                assert await show(recorded[-1], port) == recorded[-1].accepted
+            one_too_many = Proof(key, port, epoch)
+            assert await show(one_too_many, port) == one_too_many.answer("epoch", epoch + 1)
+            for proof in [*recorded, one_too_many]:  # an answer for a stranger, who knows that, and then the end
+                with begin(port, bytes(proof)) as connection:
+                    assert await trio.to_thread.run_sync(connection.recv, 100) == proof.answer("epoch", epoch + 1)
+                    assert await trio.to_thread.run_sync(answer, connection) == b""
+        for other in (0, 4, 2**64 - 1):
+            proof = Proof(key, port, other)
+            assert await show(proof, port) == proof.answer("epoch", 3)
+        assert strangers(worker) == 0
 
 
 async def test_a_silent_stranger_costs_nothing() -> None:
@@ -256,7 +335,7 @@ async def test_strangers_at_every_port_while_peers_come_and_go(rounds: Callable[
 
         async def attack() -> None:
             for port in ports:
-                with begin(port, FATAL), begin(port, new_key() + FATAL):
+                with begin(port, FATAL), begin(port, bytes(Proof(new_key(), port)) + FATAL):
                     await trio.sleep(0)
 
         await attack()
@@ -276,8 +355,9 @@ async def test_keys_end_with_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> No
         async with ucp.open_worker(config=TCP) as one, ucp.open_worker(config=TCP) as two:
 
             async def opens(worker: ucp.Worker, key: bytes) -> bool:
-                with begin(internals(worker).identity.address.tcp_addresses[0], key) as connection:
-                    return await trio.to_thread.run_sync(answer, connection) != b""
+                place = internals(worker).identity.address.tcp_addresses[0]
+                proof = Proof(key, place)
+                return await show(proof, place) == proof.accepted
 
             async def opened_by(gate: KeyGate, pair: KeyPair) -> bool:
                 return await opens(one if gate is internals(one).key_gate else two, pair.ours)
@@ -430,18 +510,22 @@ async def use(worker: ucp.Worker, address: ucp.WorkerAddress) -> None:
 ACKNOWLEDGED = struct.pack("<BII", 32, 4, 2)
 
 
-#: What an impostor answers. (One that stays silent, or stops before a whole key, is noticed by keepalive.)
-WHOLE = [bytes(KEY_SIZE) + ACKNOWLEDGED, ACKNOWLEDGED + bytes(100), FATAL]
+#: What an impostor answers. (One that stays silent, or stops before a whole answer, is noticed by keepalive.)
+WHOLE = [bytes(ANSWER_SIZE) + ACKNOWLEDGED, ACKNOWLEDGED + bytes(100), FATAL]
 
 
 @pytest.mark.parametrize(
     ("reply", "end"), [*((reply, True) for reply in (b"", b"x", *WHOLE)), *((reply, False) for reply in WHOLE)]
 )
 async def test_an_impostor_at_a_peers_address(reply: bytes, end: bool) -> None:
-    """A host that has only a peer's address is shown the key, and nothing of what it says reaches UCX."""
+    """A host that has only a peer's address gets proofs for itself, and nothing of what it says reaches UCX."""
     async with peer_that_has_gone() as (address, worker):
         said = await what_an_impostor_hears(address, worker, reply, end)
-    assert said and all(data[:KEY_SIZE] == address.keys[:KEY_SIZE] and b"x" * 100 not in data for data in said)
+    key, [place] = address.keys[:KEY_SIZE], address.tcp_addresses
+    for data in said:
+        assert data[:PROOF_SIZE] == bytes(Proof(key, place, nonce=data[24:40])) and b"x" * 100 not in data
+    assert len({data[24:40] for data in said}) == len(said) > 0, "each has a nonce of its own"
+    assert not any(part in data for data in said for part in (key, address.keys[KEY_SIZE:]))
 
 
 async def test_a_key_that_was_refused_is_shown_last() -> None:
@@ -450,17 +534,17 @@ async def test_a_key_that_was_refused_is_shown_last() -> None:
         other = KeyPair(new_key(), new_key())
         internals(worker).key_gate.let_in(other, address)
         said = await what_an_impostor_hears(address, worker, b"", True)
-    shown = [data[:KEY_SIZE] for data in said if data]
-    assert shown[:4] == [address.keys[:KEY_SIZE], other.theirs] * 2, "newest first, then in turn"
+    shown = [data[:16] for data in said if data]
+    assert shown[:4] == [name_of(address.keys[:KEY_SIZE]), name_of(other.theirs)] * 2, "newest first, then in turn"
 
 
 async def test_a_host_that_was_admitted_is_shown_keys_only_if_it_wants_one() -> None:
     async with peer_that_has_gone() as (address, worker):
         worker.admit(*THIS_MACHINE)
         said = await what_an_impostor_hears(address, worker, b"", True)
-    shown = [data[:KEY_SIZE] for data in said if data]
+    shown = [data[:16] for data in said if data]
     assert [data[:8] == UCX_MAGIC for data in shown[:4]] == [True, False] * 2
-    assert shown[1] == address.keys[:KEY_SIZE]
+    assert shown[1] == name_of(address.keys[:KEY_SIZE])
 
 
 @pytest.mark.parametrize("host", ["this host", "another host"])
@@ -682,24 +766,39 @@ async def test_the_comparison_of_networks(network: str, is_in: bool) -> None:
                 assert answer(connection) == b""
 
 
-@pytest.mark.parametrize(
-    ("deny", "why"),
-    [
-        (have_an_unknown_address_layout, "cannot read this UCX's worker address"),
-        (miss_where_ucx_listens, "could not find where this UCX begins to listen"),
-        (miss_an_import, r"does not import connect\(\)"),
-    ],
-)
-async def test_what_cannot_be_shut_gets_no_connections(
-    monkeypatch: pytest.MonkeyPatch, deny: Callable[[pytest.MonkeyPatch], None], why: str
-) -> None:
-    deny(monkeypatch)
+async def test_an_unknown_address_layout_gets_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be ports that the gate has not seen. Raw endpoints are possible: the gate guards those that it has."""
+    have_an_unknown_address_layout(monkeypatch)
     async with ucp.open_worker(config=TCP) as worker:
+        why = "cannot read this UCX's worker address"
         with pytest.raises(PermissionError, match=why):
             await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
         with pytest.raises(PermissionError, match=why):
             async with trio_ucx.connect(("127.0.0.1", 1), worker=worker):
                 pass
+
+
+@pytest.mark.parametrize(
+    ("deny", "why"),
+    [
+        (miss_where_ucx_listens, "could not find where this UCX begins to listen"),
+        (miss_an_import, r"cannot replace connect\(\) in its libucs"),
+    ],
+)
+async def test_a_worker_whose_ports_cannot_be_shut_does_not_open(
+    monkeypatch: pytest.MonkeyPatch, deny: Callable[[pytest.MonkeyPatch], None], why: str
+) -> None:
+    deny(monkeypatch)
+    with pytest.raises(PermissionError, match=why):
+        async with ucp.open_worker(config=TCP):
+            pass
+    with pytest.raises(PermissionError, match=why):
+        await trio_ucx.open_ucx_listeners(0, host="127.0.0.1")
+    with pytest.raises(PermissionError, match=why):
+        async with trio_ucx.connect(("127.0.0.1", 1)):
+            pass
+    async with ucp.open_worker(config={"TLS": "sysv,self"}):  # it has none
+        pass
 
 
 async def test_a_worker_without_tcp_has_no_data_port() -> None:
@@ -894,7 +993,7 @@ async def test_a_relay_of_the_exchange() -> None:
             ports += [port for port in listening(client.process.pid) if port[0] == "10.213.1.2"]
             assert len(ports) == 2
             for port in ports:
-                for data in (FATAL, new_key() + FATAL):
+                for data in (FATAL, bytes(Proof(new_key(), port)) + FATAL):
                     assert await knock(stranger.under, port, data) == "closed"
             await client.tell()
             assert await client.hear(40) == ["still connected"]

@@ -122,8 +122,8 @@ async def wait_timer(engine: ProgressingEngine, timer: int) -> bool:
 class SafetyNet:
     """Looks, while something is awaited, whether a worker has something to deliver although its descriptor is silent.
 
-    It also closes idle endpoints, shuts connections whose keys have ended, and discards messages for which there was no memory. The timer's time is real, not
-    that of Trio's clock, which ``autojump_clock`` would jump.
+    It also closes idle endpoints, shuts connections whose keys have ended, and discards messages for which there was no
+    memory. The timer's time is real, not that of Trio's clock, which ``autojump_clock`` would jump.
     """
 
     def __init__(self, engine: ProgressingEngine) -> None:
