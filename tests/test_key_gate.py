@@ -20,6 +20,7 @@ import struct
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -33,7 +34,7 @@ from helpers import free_port, open_listener, open_pair, open_peer, open_raw_pai
 from injected_faults import delay_handshakes, have_an_unknown_address_layout, miss_an_import, miss_where_ucx_listens
 from key_proofs import ANSWER_SIZE, PROOF_SIZE, Place, Proof, name_of
 from networks import Host, as_user, open_network
-from samples import some_description
+from samples import some_description, some_worker
 
 import trio_ucx
 from trio_ucx import ucp
@@ -380,6 +381,207 @@ async def test_keys_end_with_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> No
                 for gate, pair in pairs[:2]:
                     while await opened_by(gate, pair):
                         await trio.sleep(0.1)
+
+
+async def test_raw_endpoints_by_one_address_survive_new_epochs(few_nonces: int) -> None:
+    """UCX connects again when a port refuses a proof of a former epoch."""
+    async with ucp.open_worker(config=TCP) as owner:
+        address = ucp.WorkerAddress(bytes(owner.address))
+        async with AsyncExitStack() as stack:
+            holders = [await stack.enter_async_context(ucp.open_worker(config=TCP)) for _ in range(3)]
+            kept = [await stack.enter_async_context(await each.open_endpoint(address)) for each in holders]
+            for number in range(5 * few_nonces):
+                async with await holders[number % 3].open_endpoint(address) as endpoint:
+                    for each in (endpoint, *kept):
+                        await each.tag_send(b"hello", tag=number)
+                        await owner.tag_receive(bytearray(5), tag=number)
+        assert strangers(owner) == 0
+
+
+async def test_connections_survive_new_epochs() -> None:
+    """Each attempt of UCX's begins a new epoch, or learns of it."""
+    lib.tu_test_most_nonces(1)
+    try:
+        for _ in range(3):
+            async with ucp.open_worker(config=TCP) as one, ucp.open_worker(config=TCP) as two:
+                for _ in range(5):
+                    async with open_pair(one, two) as (client, server):
+                        for sender, receiver in ((client, server), (server, client)):
+                            await sender.send(b"hello")
+                            assert await receiver.receive() == b"hello"
+                assert strangers(one) == strangers(two) == 0
+    finally:
+        lib.tu_test_most_nonces(0)
+
+
+async def test_a_key_that_comes_again_has_another_epoch() -> None:
+    """A worker that holds an address lets its owner in with the same key for each endpoint. Old proofs open nothing."""
+    async with ucp.open_worker(config=TCP) as owner, ucp.open_worker(config=TCP) as holder:
+        [port, *_] = internals(holder).identity.address.tcp_addresses
+        gate, key = internals(holder).key_gate, owner.address.keys[KEY_SIZE:]
+        recorded: list[Proof] = []
+        for _ in range(3):
+            admission = gate.let_in_by_address(owner.address)
+            assert admission is not None
+            first = Proof(key, port)
+            epoch = struct.unpack("<Q", (await show(first, port))[:8])[0]
+            assert await show(first, port) == first.answer("epoch", epoch)
+            for old in recorded:
+                assert await show(old, port) == old.answer("epoch", epoch)
+            recorded.append(Proof(key, port, epoch))
+            assert await show(recorded[-1], port) == recorded[-1].accepted
+            assert await show(recorded[-1], port) == b""
+            admission.end()
+        assert len({proof.epoch for proof in recorded}) == 3
+
+
+def forgetful(server: socket.socket, key: bytes, said: list[bytes], over: threading.Event) -> None:
+    """Answers proofs as a port whose epoch is 7; first with a false answer about an epoch."""
+    place = server.getsockname()
+    server.settimeout(0.1)
+    with contextlib.ExitStack() as stack:
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError):
+                connection = stack.enter_context(server.accept()[0])
+                connection.settimeout(2)
+                said.append(data := connection.recv(1000))
+                shown = Proof(key, place, *struct.unpack("<Q16s", data[16:40]))
+                right = shown.accepted if shown.epoch == 7 else shown.answer("epoch", 7)
+                other = attrs.evolve(shown, nonce=bytes(16)).answer("epoch", 9)
+                connection.sendall(other if len(said) == 1 else right)
+
+
+async def test_the_epoch_that_a_port_states_is_used_next() -> None:
+    """If the statement is the port's."""
+    async with peer_that_has_gone() as (address, worker):
+        key, [place] = address.keys[:KEY_SIZE], address.tcp_addresses
+        said: list[bytes] = []
+        over = threading.Event()
+        with socket.create_server(place) as server:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.to_thread.run_sync, forgetful, server, key, said, over)
+                endpoint = await worker.open_endpoint(address)
+                with trio.fail_after(20):
+                    while len(said) < 3:
+                        await trio.sleep(0.01)
+                await trio.sleep(0.2)
+                over.set()
+                endpoint.abort()
+        epochs = [struct.unpack("<Q", data[16:24])[0] for data in said]
+        assert epochs == [0, 0, 7], "the first statement was false"
+
+
+# ---- the end of a pair ----
+
+
+#: Seconds after which connections are shut: LINGER of key_gate.c, and two looks of the safety net.
+SHUT = 5
+
+
+async def wait_closed(connection: socket.socket) -> float:
+    """Waits until the other end closes; returns after how many seconds."""
+    began = trio.current_time()
+    with trio.fail_after(SHUT + 5):
+        assert await trio.to_thread.run_sync(answer, connection) == b""
+    return trio.current_time() - began
+
+
+def is_open(connection: socket.socket) -> bool:
+    return select.select([connection], [], [], 0) == ([], [], [])
+
+
+async def test_the_end_of_a_pair_shuts_what_it_let_in() -> None:
+    """Unless there is another pair of the same peer, before or a moment later, or the worker's address is given out."""
+    async with ucp.open_worker(config=TCP) as worker, ucp.open_worker(config=TCP) as peer:
+        gate = internals(worker).key_gate
+        theirs = internals(peer).identity.address
+        [port, *_] = internals(worker).identity.address.tcp_addresses
+
+        async def come(pair: KeyPair, stack: contextlib.ExitStack) -> socket.socket:
+            proof = Proof(pair.ours, port)
+            connection = stack.enter_context(begin(port, bytes(proof)))
+            assert await trio.to_thread.run_sync(answer, connection) == proof.accepted
+            return connection
+
+        with contextlib.ExitStack() as stack:
+            first, second, third, of_another = (KeyPair(new_key(), new_key()) for _ in range(4))
+            admission = gate.let_in(first, theirs)
+            another = gate.let_in(of_another, some_worker(uid=7))
+            one = await come(first, stack)
+            other = await come(of_another, stack)
+            later = gate.let_in(second, theirs)
+            two = await come(second, stack)
+            admission.end()
+            assert not gate.has_ended
+            later.end()
+            assert gate.has_ended
+            last = gate.let_in(third, theirs)  # in time
+            await trio.sleep(SHUT)
+            assert is_open(one) and is_open(two) and is_open(other)
+            last.end()
+            assert 1 < await wait_closed(one) < SHUT
+            await wait_closed(two)
+            assert is_open(other) and not gate.has_ended
+            worker.address  # noqa: B018 - from now on the peer may hold it
+            another.end()
+            assert not gate.has_ended
+            await trio.sleep(SHUT)
+            assert is_open(other)
+
+
+def descriptor_connected_to(connection: socket.socket) -> int:
+    """The other end, in this process."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:
+            if found.family == connection.family and found.getpeername() == connection.getsockname():
+                return fd
+    raise AssertionError("no descriptor")
+
+
+async def test_a_descriptor_that_is_another_socket_is_not_shut() -> None:
+    """UCX may close descriptors by other means than those that the gate sees."""
+    async with ucp.open_worker(config=TCP) as worker, ucp.open_worker(config=TCP) as peer:
+        gate, pair = internals(worker).key_gate, KeyPair(new_key(), new_key())
+        [port, *_] = internals(worker).identity.address.tcp_addresses
+        admission = gate.let_in(pair, internals(peer).identity.address)
+        with begin(port, bytes(Proof(pair.ours, port))) as connection:
+            assert await trio.to_thread.run_sync(answer, connection) != b""
+            accepted = descriptor_connected_to(connection)
+            near, far = socket.socketpair()
+            with near, far:
+                kept = os.dup(accepted)
+                os.dup2(near.fileno(), accepted)
+                admission.end()
+                with trio.fail_after(SHUT + 5):
+                    while gate.has_ended:
+                        await trio.sleep(0.1)
+                far.sendall(b"x")
+                assert near.recv(1) == b"x" and is_open(far)
+                os.dup2(kept, accepted)
+                os.close(kept)
+
+
+async def test_the_end_of_an_endpoint_does_not_end_others_between_the_same_workers() -> None:
+    """UCX uses one TCP connection for endpoints of both directions, whichever pair has let it in."""
+    async with ucp.open_worker(config=TCP) as one, ucp.open_worker(config=TCP) as two:
+        async with await one.open_endpoint(two.address) as there:
+            await there.tag_send(b"hello", tag=1)
+            await two.tag_receive(bytearray(5), tag=1)
+            back = await two.open_endpoint(one.address)
+            await back.tag_send(b"world", tag=2)
+            await one.tag_receive(bytearray(5), tag=2)
+        await trio.sleep(SHUT)
+        async with back, open_pair(one, two) as (client, server):
+            for _ in range(2):
+                await back.tag_send(b"world", tag=2)
+                await one.tag_receive(bytearray(5), tag=2)
+                await client.send(b"hello")
+                assert await server.receive() == b"hello"
+        async with await two.open_endpoint(one.address) as back, await one.open_endpoint(two.address) as there:
+            await trio.sleep(SHUT)  # the Connection's pair has ended
+            for sender, receiver in ((back, one), (there, two)):
+                await sender.tag_send(b"world", tag=3)
+                await receiver.tag_receive(bytearray(5), tag=3)
 
 
 async def test_ucx_connects_before_take_is_read(

@@ -61,7 +61,7 @@ def at_control_socket(address: WorkerAddress, host: str, config: Mapping[str, st
 
 def without_own(address: WorkerAddress, ours: WorkerAddress) -> WorkerAddress:
     """Returns a peer's address without the TCP devices whose IP addresses this host has, if the peer is elsewhere."""
-    if ours.host.shares_network(address.host) or not address.tcp_addresses:
+    if not address.tcp_addresses or ours.host.shares_network(address.host):
         return address
     hosts = frozenset(host for host in address._tcp_hosts if not is_own(host))
     return address if len(hosts) == len({*address._tcp_hosts}) else _without_others(address, hosts)
