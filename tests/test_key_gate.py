@@ -17,6 +17,7 @@ import resource
 import select
 import socket
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -1110,6 +1111,115 @@ async def test_strangers_on_other_hosts_and_of_other_users() -> None:
             await attack()
             await server.tell()
             await server.hear()
+
+
+#: Listens at all ports of a range, and counts who comes until standard input ends.
+SQUATTER = """
+import select, socket, sys
+poller, ears, heard = select.epoll(), {}, 0
+poller.register(0, select.EPOLLIN | select.EPOLLHUP)
+for port in range(int(sys.argv[2]), int(sys.argv[3]) + 1):
+    one = socket.socket()
+    one.bind((sys.argv[1], port))
+    one.listen(64)
+    ears[one.fileno()] = one
+    poller.register(one, select.EPOLLIN)
+print(flush=True)
+while True:
+    for fd, _ in poller.poll():
+        if fd == 0:
+            print(heard)
+            sys.exit()
+        ears[fd].accept()[0].close()
+        heard += 1
+"""
+
+#: The same at both hosts, as of every guest of some virtual machines; and the network between the hosts.
+SHARED_IP, BETWEEN = "10.0.2.15", ("10.9.0.1", "10.9.0.2")
+#: The ports that UCX of each host takes.
+RANGES = (20_000, 20_049), (20_100, 20_149)
+
+
+@attrs.frozen
+class HostsWithOneAddress:
+    """Two hosts that have one address in common, and a squatter of another user on each of them."""
+
+    hosts: tuple[Host, Host]
+    squatters: list[trio.Process] = attrs.field(factory=list)
+
+    async def let_squatters_come(self) -> None:
+        """They listen where the other host's UCX does."""
+        for host, ports in zip(self.hosts, reversed(RANGES), strict=True):
+            python = [*as_user(65534), "/usr/bin/python3", "-c", SQUATTER, SHARED_IP, *map(str, ports)]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            squatter = await trio.lowlevel.open_process([*host.under, *python], **pipes)
+            self.squatters.append(squatter)
+            assert squatter.stdout is not None
+            assert await squatter.stdout.receive_some() == b"\n"
+
+    async def end_squatters(self) -> int:
+        """Returns how many connections they got."""
+        heard = 0
+        for squatter in self.squatters:
+            assert squatter.stdin is not None and squatter.stdout is not None
+            await squatter.stdin.aclose()
+            heard += int(b"".join([chunk async for chunk in squatter.stdout]))
+            await squatter.wait()
+        return heard
+
+
+@contextlib.asynccontextmanager
+async def hosts_with_one_address() -> AsyncIterator[HostsWithOneAddress]:
+    with open_network() as network:
+        one, two = network.host(), network.host()
+        for number, host in enumerate((one, two)):
+            network.cable((host, "aside", f"{SHARED_IP}/24"), (network.host(), f"to{number}", "10.0.2.2/24"))
+        network.cable((one, "between", f"{BETWEEN[0]}/24"), (two, "between", f"{BETWEEN[1]}/24"))
+        await network.ready()
+        yield HostsWithOneAddress((one, two))
+
+
+def two_devices(number: int) -> dict[str, str]:
+    ports = "{}-{}".format(*RANGES[number])
+    return {"UCX_NET_DEVICES": "aside,between", "UCX_TCP_PORT_RANGE": ports, "UCX_TLS": "tcp"}
+
+
+@pytest.mark.root
+async def test_connections_of_two_hosts_with_one_address() -> None:
+    """UCX does not connect to a squatter on its own host."""
+    async with hosts_with_one_address() as setting:
+        one, two = setting.hosts
+        async with (
+            open_peer("host", [BETWEEN[0]], {}, under=one.under, **two_devices(0)) as server,
+            open_peer("visiting_until_told", {}, {}, under=two.under, **two_devices(1)) as client,
+        ):
+            [address] = await server.hear()
+            await setting.let_squatters_come()
+            await client.tell(address)
+            assert await client.hear(40) == ["connected", ["tcp"]]
+            await client.tell()
+            assert await client.hear(40) == ["still connected"]
+            await server.tell()
+            assert (await server.hear())[0] == [["tcp"]]
+        assert await setting.end_squatters() == 0
+
+
+@pytest.mark.root
+async def test_raw_endpoints_of_two_hosts_with_one_address() -> None:
+    """The same, in both directions."""
+    async with hosts_with_one_address() as setting:
+        one, two = setting.hosts
+        async with (
+            open_peer("raw_echo", under=one.under, **two_devices(0)) as owner,
+            open_peer("raw_visits", 10, under=two.under, **two_devices(1)) as visitor,
+        ):
+            await visitor.tell(await owner.hear())
+            await owner.tell(await visitor.hear())
+            await setting.let_squatters_come()
+            await visitor.tell()
+            assert await visitor.hear(40) == ["between"]
+            owner.process.kill()
+        assert await setting.end_squatters() == 0
 
 
 #: Connects from a port, by raw packets, and sends something.

@@ -289,16 +289,20 @@ static bool remember(tu_pair_t *pair, const char *nonce)
     return true;
 }
 
-/* Checks a proof, and makes the answer. Returns false if there is none: the proof is wrong, or was used before. */
-static bool answer_proof(tu_pair_t *pair, const place_t *place, const proof_t *proof, answer_t *answer)
+/* Checks a proof, and makes the answer. Returns false if there is none: the proof is wrong, or was used before. A host
+ * that needs no key may show an old one: UCX does not always connect again. */
+static bool answer_proof(tu_pair_t *pair, const place_t *place, const proof_t *proof, bool admitted, answer_t *answer)
 {
+    uint64_t epoch = tu_le64_to(proof->epoch);
+    bool current;
+
     if (!has_code(proof->code, pair->ours, "connect", place, proof->epoch, proof->nonce) ||
-        (tu_le64_to(proof->epoch) == pair->our_epoch && !remember(pair, proof->nonce))) {
+        (!admitted && epoch == pair->our_epoch && !remember(pair, proof->nonce))) {
         return false;
     }
-    answer->epoch = tu_le64_from(pair->our_epoch);
-    make_code(pair->ours, tu_le64_to(proof->epoch) == pair->our_epoch ? "accept" : "epoch", place, answer->epoch,
-              proof->nonce, answer->code);
+    current       = admitted || epoch == pair->our_epoch;
+    answer->epoch = current ? proof->epoch : tu_le64_from(pair->our_epoch);
+    make_code(pair->ours, current ? "accept" : "epoch", place, answer->epoch, proof->nonce, answer->code);
     return true;
 }
 
@@ -647,7 +651,7 @@ static bool let_in(const watched_t *listening, int fd, const struct sockaddr *fr
     admitted = place_of(from, &place) && admitted_network(gate, &place) != NULL;
     pair     = complete ? pair_with_name(gate, proof.name) : NULL;
     if (pair != NULL) {
-        answered = answer_proof(pair, &listening->place, &proof, &answer);
+        answered = answer_proof(pair, &listening->place, &proof, admitted, &answer);
         *shut    = answered && tu_le64_to(answer.epoch) != tu_le64_to(proof.epoch);
         if (answered && !*shut && !admitted) { /* a host that needs no key may stay without one */
             tu_list_append(&pair->let_in, &new->link);
