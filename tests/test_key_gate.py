@@ -15,6 +15,7 @@ import os
 import random
 import resource
 import select
+import shutil
 import socket
 import struct
 import subprocess
@@ -1002,6 +1003,58 @@ async def test_a_worker_whose_ports_cannot_be_shut_does_not_open(
             pass
     async with ucp.open_worker(config={"TLS": "sysv,self"}):  # it has none
         pass
+
+
+#: Refuses to make a page of libucs writable, as a policy that forbids to change a library does.
+NO_WRITABLE_LIBUCS = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int mprotect(void *at, size_t length, int protection)
+{
+    Dl_info info;
+
+    if (protection == (PROT_READ | PROT_WRITE) && dladdr(at, &info) && strstr(info.dli_fname, "/libucs") != NULL) {
+        errno = EACCES;
+        return -1;
+    }
+    return (int)syscall(SYS_mprotect, at, length, protection);
+}
+"""
+
+OPEN_WORKERS = """
+import sys, trio
+from trio_ucx import ucp
+
+async def main():
+    for tls in sys.argv[1:]:
+        try:
+            async with ucp.open_worker(config={"TLS": tls}):
+                print("open")
+        except PermissionError as error:
+            print(error)
+
+trio.run(main)
+"""
+
+
+async def test_a_system_that_forbids_to_change_libucs(tmp_path: Path) -> None:
+    """Workers with data ports do not open. (In a new process: the gate is installed once.)"""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    (tmp_path / "deny.c").write_text(NO_WRITABLE_LIBUCS)
+    await trio.run_process(["cc", "-shared", "-fPIC", "-o", "deny.so", "deny.c", "-ldl"], cwd=tmp_path)
+    command = [sys.executable, "-c", OPEN_WORKERS, "tcp", "posix,self", "tcp"]
+    environment = {**os.environ, "LD_PRELOAD": str(tmp_path / "deny.so")}
+    done = await trio.run_process(command, env=environment, capture_stdout=True)
+    refused, opened, again = done.stdout.decode().splitlines()
+    assert opened == "open" and again == refused
+    assert "strangers cannot be kept away from UCX's TCP ports, because trio_ucx cannot replace" in refused
+    assert "the system forbids to change its import table" in refused and '"TLS": "sm,self"' in refused
 
 
 async def test_a_worker_without_tcp_has_no_data_port() -> None:
