@@ -226,7 +226,7 @@ def test_the_hash() -> None:
     assert last.hex() == "3fb735061abc519dfe979e54c1ee5bfad0a9d858b3315bad34bde999efd724dd"
 
 
-async def test_who_proves_to_know_a_key(caplog: pytest.LogCaptureFixture) -> None:
+async def test_who_knows_a_key(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "trio_ucx")
     async with ucp.open_worker(config=TCP) as worker, ucp.open_worker(config=TCP) as other:
         gate = internals(worker).key_gate

@@ -126,7 +126,7 @@ typedef struct tu_counts {
     uint64_t polls_paid;       /* polls that found something */
     uint64_t poll_nanoseconds; /* spent polling */
     uint64_t poll_limit;       /* how long the next poll may take, in nanoseconds */
-    uint64_t strangers;        /* connections to its data ports that showed no key */
+    uint64_t strangers;        /* connections to its data ports without a proof of a key */
 } tu_counts_t;
 
 typedef struct tu_address {

@@ -697,7 +697,7 @@ static void log_stranger(tu_gate_t *gate, const struct sockaddr_storage *from)
     if (others > 0) {
         snprintf(unlogged, sizeof(unlogged), " (and %llu others since the last such line)", (unsigned long long)others);
     }
-    snprintf(text, sizeof(text), "turned away %s: it showed no key at a data port%s", host, unlogged);
+    snprintf(text, sizeof(text), "turned away %s at a data port: it has no key%s", host, unlogged);
     gate->next_log = now + LOG_INTERVAL;
     gate->logged   = gate->strangers;
     tu_log_info(text);

@@ -57,7 +57,7 @@ class WorkerStatistics:
         background_closes: closes that go on after their task was cancelled.
         stopped_queues: times that the worker's queue in shared memory stopped, because a local peer was killed while it
             wrote to it (ucx-limits.md). Queues of the workers that took over its new Connections are counted, too.
-        strangers: connections to its TCP ports that were closed, because they showed no key.
+        strangers: connections to its TCP ports that were closed, because they brought no proof of a key.
         connections: the Connections of both sides, clients and servers, on this worker and on those that were opened
             for it: for ``isolate=True``, say.
     """

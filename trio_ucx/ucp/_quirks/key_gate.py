@@ -243,7 +243,7 @@ class KeyGate:
         if others:
             raise PermissionError(
                 errno.EPERM,
-                f"the peer at {', '.join(others)} cannot show a key: it has no trio_ucx, or was reached by its socket "
+                f"the peer at {', '.join(others)} has no key: it has no trio_ucx, or was reached by its socket "
                 f"address. To do without a key, open the worker with admit={others!r}, or call worker.admit(...): "
                 "every process on an admitted host can take over this program. (Workers of trio_ucx need no "
                 "admission if they exchange bytes(worker.address).)",
@@ -262,7 +262,7 @@ class KeyGate:
         if not self.networks:
             raise PermissionError(
                 errno.EPERM,
-                "clients of a raw listener cannot show a key, and this worker lets in nobody without one. Open it with "
+                "clients of a raw listener have no keys, and this worker lets in nobody without one. Open it with "
                 'admit=["127.0.0.1"] for this machine, or admit=["10.0.0.0/8"] for a network, or call worker.admit(): '
                 "every process on a host that is admitted can take over this program",
             )
