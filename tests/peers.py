@@ -563,6 +563,45 @@ async def locking(worker_address: str, descriptor: str, count: int, own: int) ->
 
 
 @role
+async def raw_echo() -> None:
+    """Reports its worker's address, hears that of another one, and sends back each message of 5 bytes with tag 1."""
+    async with ucp.open_worker() as worker:
+        say(bytes(worker.address).hex())
+        address = ucp.WorkerAddress(bytes.fromhex(await ask()))
+        buffer = bytearray(5)
+        while True:
+            with trio.move_on_after(20) as scope:
+                await worker.tag_receive(buffer, 1)
+            if scope.cancelled_caught:
+                return
+            async with await worker.open_endpoint(address) as endpoint:
+                await endpoint.tag_send(buffer, 2)
+            say("echoed")
+
+
+@role
+async def raw_visits(count: int) -> None:
+    """Hears a worker's address, reports its own, and sends it so many messages, each by a new endpoint. Reports the
+    network devices, or the error.
+    """
+    async with ucp.open_worker() as worker:
+        address = ucp.WorkerAddress(bytes.fromhex(await ask()))
+        say(bytes(worker.address).hex())
+        await ask()
+        devices: set[str] = set()
+        try:
+            for _ in range(count):
+                async with await worker.open_endpoint(address) as endpoint:
+                    with trio.fail_after(10):
+                        await endpoint.tag_send(b"hello", 1)
+                        await worker.tag_receive(bytearray(5), 2)
+                    devices |= {each.device for each in endpoint.transports}
+            say(sorted(devices))
+        except (OSError, trio.TooSlowError) as error:
+            say(repr(error))
+
+
+@role
 async def unresponsive_listener() -> None:
     """Accepts control sockets, and never sends anything."""
     listener = (await trio.open_tcp_listeners(0, host="127.0.0.1"))[0]

@@ -374,7 +374,7 @@ class Node:
 
     def address(self, shared_memory: bool) -> Any:
         ucx = bytes([shared_memory]) + self.uid.to_bytes(8, "little")
-        return SimpleNamespace(uid=self.uid, ucx=ucx, process=None)
+        return SimpleNamespace(uid=self.uid, ucx=ucx, process=None, tcp_addresses=())
 
     def close_idle(self) -> None:
         """The safety net."""

@@ -9,16 +9,20 @@ import contextlib
 import ctypes
 import errno
 import gc
+import hashlib
 import logging
 import os
 import random
 import resource
 import select
+import shutil
 import socket
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -30,8 +34,9 @@ import trio
 from attacked_server import AttackedServer, open_attacked_server
 from helpers import free_port, open_listener, open_pair, open_peer, open_raw_pair, until
 from injected_faults import delay_handshakes, have_an_unknown_address_layout, miss_an_import, miss_where_ucx_listens
+from key_proofs import ANSWER_SIZE, PROOF_SIZE, Place, Proof, name_of
 from networks import Host, as_user, open_network
-from samples import some_description
+from samples import some_description, some_worker
 
 import trio_ucx
 from trio_ucx import ucp
@@ -91,7 +96,8 @@ def noise(address: tuple[str, int]) -> Iterator[socket.socket]:
 
 def fatal(address: tuple[str, int]) -> Iterator[socket.socket]:
     for number in range(500):
-        yield begin(address, [FATAL, new_key() + FATAL, bytes(KEY_SIZE) + FATAL][number % 3])
+        wrong = bytes(Proof(new_key(), address))
+        yield begin(address, [FATAL, wrong + FATAL, bytes(PROOF_SIZE) + FATAL][number % 3])
 
 
 def come_and_go(address: tuple[str, int]) -> Iterator[socket.socket]:
@@ -177,9 +183,9 @@ def recorded_pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[KeyGa
     pairs: list[tuple[KeyGate, KeyPair]] = []
     real = KeyGate.let_in
 
-    def let_in(gate: KeyGate, pair: KeyPair, address: ucp.WorkerAddress | None) -> object:
+    def let_in(gate: KeyGate, pair: KeyPair, address: ucp.WorkerAddress | None, **options: Any) -> object:
         pairs.append((gate, pair))
-        return real(gate, pair, address)
+        return real(gate, pair, address, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(KeyGate, "let_in", let_in)
@@ -187,55 +193,131 @@ def recorded_pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[KeyGa
 
 
 def answer(connection: socket.socket) -> bytes:
-    """What comes until the other end closes the connection, or KEY_SIZE bytes."""
+    """What comes until the other end closes the connection, or ANSWER_SIZE bytes."""
     with contextlib.suppress(ConnectionError):
-        return connection.recv(KEY_SIZE, socket.MSG_WAITALL)
+        return connection.recv(ANSWER_SIZE, socket.MSG_WAITALL)
     return b""
+
+
+async def show(data: object, place: Place) -> bytes:
+    """What a port answers to these bytes, or to a proof."""
+    with begin(place, bytes(data)) as connection:  # type: ignore[call-overload]
+        return await trio.to_thread.run_sync(answer, connection)
 
 
 def strangers(worker: ucp.Worker) -> int:
     return worker.statistics().strangers
 
 
-async def test_who_shows_a_key(caplog: pytest.LogCaptureFixture) -> None:
+def native_code(key: bytes, data: bytes) -> bytes:
+    out = ffi.new("char[32]")
+    lib.tu_blake2s(key, data, len(data), out)
+    return bytes(ffi.buffer(out))
+
+
+def test_the_hash() -> None:
+    dice = random.Random(1)
+    for size in [*range(260), 1000, 4096, 5000]:
+        key, data = dice.randbytes(KEY_SIZE), dice.randbytes(size)
+        assert native_code(key, data) == hashlib.blake2s(data, key=key).digest(), size
+    # Of the vectors of the reference implementation (blake2s-kat.txt): the key 00 to 1f, data of 0 and of 255 bytes.
+    first, last = native_code(bytes(range(32)), b""), native_code(bytes(range(32)), bytes(range(255)))
+    assert first.hex() == "48a8997da407876b3d79c0d92325ad3b89cbb754d86ab71aee047ad345fd2c49"
+    assert last.hex() == "3fb735061abc519dfe979e54c1ee5bfad0a9d858b3315bad34bde999efd724dd"
+
+
+async def test_who_knows_a_key(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "trio_ucx")
     async with ucp.open_worker(config=TCP) as worker, ucp.open_worker(config=TCP) as other:
         gate = internals(worker).key_gate
         pair = KeyPair(new_key(), new_key())
         admission = gate.let_in(pair, None)
         internals(other).key_gate.let_in(KeyPair(new_key(), new_key()), None)
-
-        async def show(data: bytes, address: tuple[str, int]) -> bytes:
-            with begin(address, data) as connection:
-                return await trio.to_thread.run_sync(answer, connection)
-
         ports, others = worker.address.tcp_addresses, other.address.tcp_addresses
         for port in ports:
-            assert await show(pair.ours, port) == pair.theirs
-            assert await show(pair.ours + FATAL[:20], port) == pair.theirs
+            for rest in (b"", FATAL[:20]):
+                proof = Proof(pair.ours, port)
+                assert await show(bytes(proof) + rest, port) == proof.accepted
         assert strangers(worker) == 0
-        wrong = [
-            FATAL,
-            UCX_MAGIC,
-            b"x",
-            pair.ours[:-1],
-            pair.ours[:-1] + b"\0" + FATAL,
-            b"\0" + pair.ours,
-            pair.theirs + FATAL,
-            bytes(KEY_SIZE),
-        ]
-        for port in ports:
-            for data in wrong:
-                assert await show(data, port) == b"", data
-        assert await show(pair.ours + FATAL, others[0]) == b""  # that opens this worker only
+        used = Proof(pair.ours, ports[0])
+        assert await show(used, ports[0]) == used.accepted
+        right = bytes(Proof(pair.ours, ports[0]))
+        wrong = {
+            "UCX's bytes": FATAL,
+            "their beginning": UCX_MAGIC,
+            "a byte": b"x",
+            "zeros": bytes(PROOF_SIZE),
+            "used": bytes(used),
+            "used, with UCX's bytes": bytes(used) + FATAL,
+            "cut": right[:-1],
+            "changed": right[:-1] + bytes([right[-1] ^ 1]) + FATAL,
+            "of another nonce": right[:24] + bytes(16) + right[40:],
+            "of another epoch than it says": right[:16] + struct.pack("<Q", 1) + right[24:],
+            "of another name": name_of(pair.theirs) + right[16:],
+            "behind a byte": b"\0" + right,
+            "the key": pair.ours + FATAL,
+            "of the other key": bytes(Proof(pair.theirs, ports[0])),
+            "of the other key, with this one's name": right[:16] + bytes(Proof(pair.theirs, ports[0]))[16:],
+            "of the role of an answer": bytes(Proof(pair.ours, ports[0], role="accept")),
+            "an answer": used.accepted,
+            "for another port": bytes(Proof(pair.ours, (ports[0][0], ports[0][1] ^ 1))),
+            "for another host": bytes(Proof(pair.ours, ("10.0.0.1", ports[0][1]))),
+            "for the other worker": bytes(Proof(pair.ours, others[0])),
+        }
+        for what, data in wrong.items():
+            assert await show(data, ports[0]) == b"", what
+        assert await show(right, others[0]) == b"", "that opens this worker only"
+        assert await show(right, ports[0]) != b"", "it was right"
         admission.end()
         admission.end()
-        assert await show(pair.ours + FATAL, ports[0]) == b""
-        await until(lambda: strangers(worker) == len(wrong) * len(ports) + 1 and strangers(other) == 1)
+        assert await show(Proof(pair.ours, ports[0]), ports[0]) == b""
+        await until(lambda: strangers(worker) == len(wrong) + 1 and strangers(other) == 1)
         await until(lambda: len([one for one in caplog.records if "turned away" in one.getMessage()]) == 2)
         lines = [one for one in caplog.records if "turned away" in one.getMessage()]  # one a minute for each worker
         assert {line.levelname for line in lines} == {"INFO"}
         assert any(host in lines[0].getMessage() for host, _ in ports)
+
+
+@pytest.fixture
+def few_nonces() -> Iterator[int]:
+    """Each pair remembers only so many nonces."""
+    lib.tu_test_most_nonces(4)
+    yield 4
+    lib.tu_test_most_nonces(0)
+
+
+async def test_proofs_that_overtake_each_other() -> None:
+    """The order in which proofs arrive does not matter, and two holders of a key do not know of each other."""
+    async with ucp.open_worker(config=TCP) as worker:
+        address = worker.address
+        [port, *_] = address.tcp_addresses
+        proofs = [Proof(address.keys[:KEY_SIZE], port, nonce=bytes([number]) * 16) for number in range(100)]
+        random.Random(1).shuffle(proofs)
+        for proof in proofs:
+            assert await show(proof, port) == proof.accepted
+        for proof in proofs:
+            assert await show(proof, port) == b""
+        assert strangers(worker) == len(proofs)
+
+
+async def test_a_new_epoch_begins_when_there_are_too_many_nonces(few_nonces: int) -> None:
+    async with ucp.open_worker(config=TCP) as worker:
+        key, [port, *_] = worker.address.keys[:KEY_SIZE], worker.address.tcp_addresses
+        recorded = []
+        for epoch in range(3):
+            for _ in range(few_nonces):
+                recorded.append(Proof(key, port, epoch))
+                assert await show(recorded[-1], port) == recorded[-1].accepted
+            one_too_many = Proof(key, port, epoch)
+            assert await show(one_too_many, port) == one_too_many.answer("epoch", epoch + 1)
+            for proof in [*recorded, one_too_many]:  # an answer for a stranger, who knows that, and then the end
+                with begin(port, bytes(proof)) as connection:
+                    assert await trio.to_thread.run_sync(connection.recv, 100) == proof.answer("epoch", epoch + 1)
+                    assert await trio.to_thread.run_sync(answer, connection) == b""
+        for other in (0, 4, 2**64 - 1):
+            proof = Proof(key, port, other)
+            assert await show(proof, port) == proof.answer("epoch", 3)
+        assert strangers(worker) == 0
 
 
 async def test_a_silent_stranger_costs_nothing() -> None:
@@ -256,7 +338,7 @@ async def test_strangers_at_every_port_while_peers_come_and_go(rounds: Callable[
 
         async def attack() -> None:
             for port in ports:
-                with begin(port, FATAL), begin(port, new_key() + FATAL):
+                with begin(port, FATAL), begin(port, bytes(Proof(new_key(), port)) + FATAL):
                     await trio.sleep(0)
 
         await attack()
@@ -276,8 +358,9 @@ async def test_keys_end_with_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> No
         async with ucp.open_worker(config=TCP) as one, ucp.open_worker(config=TCP) as two:
 
             async def opens(worker: ucp.Worker, key: bytes) -> bool:
-                with begin(internals(worker).identity.address.tcp_addresses[0], key) as connection:
-                    return await trio.to_thread.run_sync(answer, connection) != b""
+                place = internals(worker).identity.address.tcp_addresses[0]
+                proof = Proof(key, place)
+                return await show(proof, place) == proof.accepted
 
             async def opened_by(gate: KeyGate, pair: KeyPair) -> bool:
                 return await opens(one if gate is internals(one).key_gate else two, pair.ours)
@@ -300,6 +383,207 @@ async def test_keys_end_with_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> No
                 for gate, pair in pairs[:2]:
                     while await opened_by(gate, pair):
                         await trio.sleep(0.1)
+
+
+async def test_raw_endpoints_by_one_address_survive_new_epochs(few_nonces: int) -> None:
+    """UCX connects again when a port refuses a proof of a former epoch."""
+    async with ucp.open_worker(config=TCP) as owner:
+        address = ucp.WorkerAddress(bytes(owner.address))
+        async with AsyncExitStack() as stack:
+            holders = [await stack.enter_async_context(ucp.open_worker(config=TCP)) for _ in range(3)]
+            kept = [await stack.enter_async_context(await each.open_endpoint(address)) for each in holders]
+            for number in range(5 * few_nonces):
+                async with await holders[number % 3].open_endpoint(address) as endpoint:
+                    for each in (endpoint, *kept):
+                        await each.tag_send(b"hello", tag=number)
+                        await owner.tag_receive(bytearray(5), tag=number)
+        assert strangers(owner) == 0
+
+
+async def test_connections_survive_new_epochs() -> None:
+    """Each attempt of UCX's begins a new epoch, or learns of it."""
+    lib.tu_test_most_nonces(1)
+    try:
+        for _ in range(3):
+            async with ucp.open_worker(config=TCP) as one, ucp.open_worker(config=TCP) as two:
+                for _ in range(5):
+                    async with open_pair(one, two) as (client, server):
+                        for sender, receiver in ((client, server), (server, client)):
+                            await sender.send(b"hello")
+                            assert await receiver.receive() == b"hello"
+                assert strangers(one) == strangers(two) == 0
+    finally:
+        lib.tu_test_most_nonces(0)
+
+
+async def test_a_key_that_comes_again_has_another_epoch() -> None:
+    """A worker that holds an address lets its owner in with the same key for each endpoint. Old proofs open nothing."""
+    async with ucp.open_worker(config=TCP) as owner, ucp.open_worker(config=TCP) as holder:
+        [port, *_] = internals(holder).identity.address.tcp_addresses
+        gate, key = internals(holder).key_gate, owner.address.keys[KEY_SIZE:]
+        recorded: list[Proof] = []
+        for _ in range(3):
+            admission = gate.let_in_by_address(owner.address)
+            assert admission is not None
+            first = Proof(key, port)
+            epoch = struct.unpack("<Q", (await show(first, port))[:8])[0]
+            assert await show(first, port) == first.answer("epoch", epoch)
+            for old in recorded:
+                assert await show(old, port) == old.answer("epoch", epoch)
+            recorded.append(Proof(key, port, epoch))
+            assert await show(recorded[-1], port) == recorded[-1].accepted
+            assert await show(recorded[-1], port) == b""
+            admission.end()
+        assert len({proof.epoch for proof in recorded}) == 3
+
+
+def forgetful(server: socket.socket, key: bytes, said: list[bytes], over: threading.Event) -> None:
+    """Answers proofs as a port whose epoch is 7; first with a false answer about an epoch."""
+    place = server.getsockname()
+    server.settimeout(0.1)
+    with contextlib.ExitStack() as stack:
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError):
+                connection = stack.enter_context(server.accept()[0])
+                connection.settimeout(2)
+                said.append(data := connection.recv(1000))
+                shown = Proof(key, place, *struct.unpack("<Q16s", data[16:40]))
+                right = shown.accepted if shown.epoch == 7 else shown.answer("epoch", 7)
+                other = attrs.evolve(shown, nonce=bytes(16)).answer("epoch", 9)
+                connection.sendall(other if len(said) == 1 else right)
+
+
+async def test_the_epoch_that_a_port_states_is_used_next() -> None:
+    """If the statement is the port's."""
+    async with peer_that_has_gone() as (address, worker):
+        key, [place] = address.keys[:KEY_SIZE], address.tcp_addresses
+        said: list[bytes] = []
+        over = threading.Event()
+        with socket.create_server(place) as server:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.to_thread.run_sync, forgetful, server, key, said, over)
+                endpoint = await worker.open_endpoint(address)
+                with trio.fail_after(20):
+                    while len(said) < 3:
+                        await trio.sleep(0.01)
+                await trio.sleep(0.2)
+                over.set()
+                endpoint.abort()
+        epochs = [struct.unpack("<Q", data[16:24])[0] for data in said]
+        assert epochs == [0, 0, 7], "the first statement was false"
+
+
+# ---- the end of a pair ----
+
+
+#: Seconds after which connections are shut: LINGER of key_gate.c, and two looks of the safety net.
+SHUT = 5
+
+
+async def wait_closed(connection: socket.socket) -> float:
+    """Waits until the other end closes; returns after how many seconds."""
+    began = trio.current_time()
+    with trio.fail_after(SHUT + 5):
+        assert await trio.to_thread.run_sync(answer, connection) == b""
+    return trio.current_time() - began
+
+
+def is_open(connection: socket.socket) -> bool:
+    return select.select([connection], [], [], 0) == ([], [], [])
+
+
+async def test_the_end_of_a_pair_shuts_what_it_let_in() -> None:
+    """Unless there is another pair of the same peer, before or a moment later, or the worker's address is given out."""
+    async with ucp.open_worker(config=TCP) as worker, ucp.open_worker(config=TCP) as peer:
+        gate = internals(worker).key_gate
+        theirs = internals(peer).identity.address
+        [port, *_] = internals(worker).identity.address.tcp_addresses
+
+        async def come(pair: KeyPair, stack: contextlib.ExitStack) -> socket.socket:
+            proof = Proof(pair.ours, port)
+            connection = stack.enter_context(begin(port, bytes(proof)))
+            assert await trio.to_thread.run_sync(answer, connection) == proof.accepted
+            return connection
+
+        with contextlib.ExitStack() as stack:
+            first, second, third, of_another = (KeyPair(new_key(), new_key()) for _ in range(4))
+            admission = gate.let_in(first, theirs)
+            another = gate.let_in(of_another, some_worker(uid=7))
+            one = await come(first, stack)
+            other = await come(of_another, stack)
+            later = gate.let_in(second, theirs)
+            two = await come(second, stack)
+            admission.end()
+            assert not gate.has_ended
+            later.end()
+            assert gate.has_ended
+            last = gate.let_in(third, theirs)  # in time
+            await trio.sleep(SHUT)
+            assert is_open(one) and is_open(two) and is_open(other)
+            last.end()
+            assert 1 < await wait_closed(one) < SHUT
+            await wait_closed(two)
+            assert is_open(other) and not gate.has_ended
+            worker.address  # noqa: B018 - from now on the peer may hold it
+            another.end()
+            assert not gate.has_ended
+            await trio.sleep(SHUT)
+            assert is_open(other)
+
+
+def descriptor_connected_to(connection: socket.socket) -> int:
+    """The other end, in this process."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:
+            if found.family == connection.family and found.getpeername() == connection.getsockname():
+                return fd
+    raise AssertionError("no descriptor")
+
+
+async def test_a_descriptor_that_is_another_socket_is_not_shut() -> None:
+    """UCX may close descriptors by other means than those that the gate sees."""
+    async with ucp.open_worker(config=TCP) as worker, ucp.open_worker(config=TCP) as peer:
+        gate, pair = internals(worker).key_gate, KeyPair(new_key(), new_key())
+        [port, *_] = internals(worker).identity.address.tcp_addresses
+        admission = gate.let_in(pair, internals(peer).identity.address)
+        with begin(port, bytes(Proof(pair.ours, port))) as connection:
+            assert await trio.to_thread.run_sync(answer, connection) != b""
+            accepted = descriptor_connected_to(connection)
+            near, far = socket.socketpair()
+            with near, far:
+                kept = os.dup(accepted)
+                os.dup2(near.fileno(), accepted)
+                admission.end()
+                with trio.fail_after(SHUT + 5):
+                    while gate.has_ended:
+                        await trio.sleep(0.1)
+                far.sendall(b"x")
+                assert near.recv(1) == b"x" and is_open(far)
+                os.dup2(kept, accepted)
+                os.close(kept)
+
+
+async def test_the_end_of_an_endpoint_does_not_end_others_between_the_same_workers() -> None:
+    """UCX uses one TCP connection for endpoints of both directions, whichever pair has let it in."""
+    async with ucp.open_worker(config=TCP) as one, ucp.open_worker(config=TCP) as two:
+        async with await one.open_endpoint(two.address) as there:
+            await there.tag_send(b"hello", tag=1)
+            await two.tag_receive(bytearray(5), tag=1)
+            back = await two.open_endpoint(one.address)
+            await back.tag_send(b"world", tag=2)
+            await one.tag_receive(bytearray(5), tag=2)
+        await trio.sleep(SHUT)
+        async with back, open_pair(one, two) as (client, server):
+            for _ in range(2):
+                await back.tag_send(b"world", tag=2)
+                await one.tag_receive(bytearray(5), tag=2)
+                await client.send(b"hello")
+                assert await server.receive() == b"hello"
+        async with await two.open_endpoint(one.address) as back, await one.open_endpoint(two.address) as there:
+            await trio.sleep(SHUT)  # the Connection's pair has ended
+            for sender, receiver in ((back, one), (there, two)):
+                await sender.tag_send(b"world", tag=3)
+                await receiver.tag_receive(bytearray(5), tag=3)
 
 
 async def test_ucx_connects_before_take_is_read(
@@ -430,18 +714,22 @@ async def use(worker: ucp.Worker, address: ucp.WorkerAddress) -> None:
 ACKNOWLEDGED = struct.pack("<BII", 32, 4, 2)
 
 
-#: What an impostor answers. (One that stays silent, or stops before a whole key, is noticed by keepalive.)
-WHOLE = [bytes(KEY_SIZE) + ACKNOWLEDGED, ACKNOWLEDGED + bytes(100), FATAL]
+#: What an impostor answers. (One that stays silent, or stops before a whole answer, is noticed by keepalive.)
+WHOLE = [bytes(ANSWER_SIZE) + ACKNOWLEDGED, ACKNOWLEDGED + bytes(100), FATAL]
 
 
 @pytest.mark.parametrize(
     ("reply", "end"), [*((reply, True) for reply in (b"", b"x", *WHOLE)), *((reply, False) for reply in WHOLE)]
 )
 async def test_an_impostor_at_a_peers_address(reply: bytes, end: bool) -> None:
-    """A host that has only a peer's address is shown the key, and nothing of what it says reaches UCX."""
+    """A host that has only a peer's address gets proofs for itself, and nothing of what it says reaches UCX."""
     async with peer_that_has_gone() as (address, worker):
         said = await what_an_impostor_hears(address, worker, reply, end)
-    assert said and all(data[:KEY_SIZE] == address.keys[:KEY_SIZE] and b"x" * 100 not in data for data in said)
+    key, [place] = address.keys[:KEY_SIZE], address.tcp_addresses
+    for data in said:
+        assert data[:PROOF_SIZE] == bytes(Proof(key, place, nonce=data[24:40])) and b"x" * 100 not in data
+    assert len({data[24:40] for data in said}) == len(said) > 0, "each has a nonce of its own"
+    assert not any(part in data for data in said for part in (key, address.keys[KEY_SIZE:]))
 
 
 async def test_a_key_that_was_refused_is_shown_last() -> None:
@@ -450,17 +738,17 @@ async def test_a_key_that_was_refused_is_shown_last() -> None:
         other = KeyPair(new_key(), new_key())
         internals(worker).key_gate.let_in(other, address)
         said = await what_an_impostor_hears(address, worker, b"", True)
-    shown = [data[:KEY_SIZE] for data in said if data]
-    assert shown[:4] == [address.keys[:KEY_SIZE], other.theirs] * 2, "newest first, then in turn"
+    shown = [data[:16] for data in said if data]
+    assert shown[:4] == [name_of(address.keys[:KEY_SIZE]), name_of(other.theirs)] * 2, "newest first, then in turn"
 
 
 async def test_a_host_that_was_admitted_is_shown_keys_only_if_it_wants_one() -> None:
     async with peer_that_has_gone() as (address, worker):
         worker.admit(*THIS_MACHINE)
         said = await what_an_impostor_hears(address, worker, b"", True)
-    shown = [data[:KEY_SIZE] for data in said if data]
+    shown = [data[:16] for data in said if data]
     assert [data[:8] == UCX_MAGIC for data in shown[:4]] == [True, False] * 2
-    assert shown[1] == address.keys[:KEY_SIZE]
+    assert shown[1] == name_of(address.keys[:KEY_SIZE])
 
 
 @pytest.mark.parametrize("host", ["this host", "another host"])
@@ -682,24 +970,91 @@ async def test_the_comparison_of_networks(network: str, is_in: bool) -> None:
                 assert answer(connection) == b""
 
 
-@pytest.mark.parametrize(
-    ("deny", "why"),
-    [
-        (have_an_unknown_address_layout, "cannot read this UCX's worker address"),
-        (miss_where_ucx_listens, "could not find where this UCX begins to listen"),
-        (miss_an_import, r"does not import connect\(\)"),
-    ],
-)
-async def test_what_cannot_be_shut_gets_no_connections(
-    monkeypatch: pytest.MonkeyPatch, deny: Callable[[pytest.MonkeyPatch], None], why: str
-) -> None:
-    deny(monkeypatch)
+async def test_an_unknown_address_layout_gets_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be ports that the gate has not seen. Raw endpoints are possible: the gate guards those that it has."""
+    have_an_unknown_address_layout(monkeypatch)
     async with ucp.open_worker(config=TCP) as worker:
+        why = "cannot read this UCX's worker address"
         with pytest.raises(PermissionError, match=why):
             await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
         with pytest.raises(PermissionError, match=why):
             async with trio_ucx.connect(("127.0.0.1", 1), worker=worker):
                 pass
+
+
+@pytest.mark.parametrize(
+    ("deny", "why"),
+    [
+        (miss_where_ucx_listens, "could not find where this UCX begins to listen"),
+        (miss_an_import, r"cannot replace connect\(\) in its libucs"),
+    ],
+)
+async def test_a_worker_whose_ports_cannot_be_shut_does_not_open(
+    monkeypatch: pytest.MonkeyPatch, deny: Callable[[pytest.MonkeyPatch], None], why: str
+) -> None:
+    deny(monkeypatch)
+    with pytest.raises(PermissionError, match=why):
+        async with ucp.open_worker(config=TCP):
+            pass
+    with pytest.raises(PermissionError, match=why):
+        await trio_ucx.open_ucx_listeners(0, host="127.0.0.1")
+    with pytest.raises(PermissionError, match=why):
+        async with trio_ucx.connect(("127.0.0.1", 1)):
+            pass
+    async with ucp.open_worker(config={"TLS": "sysv,self"}):  # it has none
+        pass
+
+
+#: Refuses to make a page of libucs writable, as a policy that forbids to change a library does.
+NO_WRITABLE_LIBUCS = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int mprotect(void *at, size_t length, int protection)
+{
+    Dl_info info;
+
+    if (protection == (PROT_READ | PROT_WRITE) && dladdr(at, &info) && strstr(info.dli_fname, "/libucs") != NULL) {
+        errno = EACCES;
+        return -1;
+    }
+    return (int)syscall(SYS_mprotect, at, length, protection);
+}
+"""
+
+OPEN_WORKERS = """
+import sys, trio
+from trio_ucx import ucp
+
+async def main():
+    for tls in sys.argv[1:]:
+        try:
+            async with ucp.open_worker(config={"TLS": tls}):
+                print("open")
+        except PermissionError as error:
+            print(error)
+
+trio.run(main)
+"""
+
+
+async def test_a_system_that_forbids_to_change_libucs(tmp_path: Path) -> None:
+    """Workers with data ports do not open. (In a new process: the gate is installed once.)"""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    (tmp_path / "deny.c").write_text(NO_WRITABLE_LIBUCS)
+    await trio.run_process(["cc", "-shared", "-fPIC", "-o", "deny.so", "deny.c", "-ldl"], cwd=tmp_path)
+    command = [sys.executable, "-c", OPEN_WORKERS, "tcp", "posix,self", "tcp"]
+    environment = {**os.environ, "LD_PRELOAD": str(tmp_path / "deny.so")}
+    done = await trio.run_process(command, env=environment, capture_stdout=True)
+    refused, opened, again = done.stdout.decode().splitlines()
+    assert opened == "open" and again == refused
+    assert "strangers cannot be kept away from UCX's TCP ports, because trio_ucx cannot replace" in refused
+    assert "the system forbids to change its import table" in refused and '"TLS": "sm,self"' in refused
 
 
 async def test_a_worker_without_tcp_has_no_data_port() -> None:
@@ -811,6 +1166,115 @@ async def test_strangers_on_other_hosts_and_of_other_users() -> None:
             await server.hear()
 
 
+#: Listens at all ports of a range, and counts who comes until standard input ends.
+SQUATTER = """
+import select, socket, sys
+poller, ears, heard = select.epoll(), {}, 0
+poller.register(0, select.EPOLLIN | select.EPOLLHUP)
+for port in range(int(sys.argv[2]), int(sys.argv[3]) + 1):
+    one = socket.socket()
+    one.bind((sys.argv[1], port))
+    one.listen(64)
+    ears[one.fileno()] = one
+    poller.register(one, select.EPOLLIN)
+print(flush=True)
+while True:
+    for fd, _ in poller.poll():
+        if fd == 0:
+            print(heard)
+            sys.exit()
+        ears[fd].accept()[0].close()
+        heard += 1
+"""
+
+#: The same at both hosts, as of every guest of some virtual machines; and the network between the hosts.
+SHARED_IP, BETWEEN = "10.0.2.15", ("10.9.0.1", "10.9.0.2")
+#: The ports that UCX of each host takes.
+RANGES = (20_000, 20_049), (20_100, 20_149)
+
+
+@attrs.frozen
+class HostsWithOneAddress:
+    """Two hosts that have one address in common, and a squatter of another user on each of them."""
+
+    hosts: tuple[Host, Host]
+    squatters: list[trio.Process] = attrs.field(factory=list)
+
+    async def let_squatters_come(self) -> None:
+        """They listen where the other host's UCX does."""
+        for host, ports in zip(self.hosts, reversed(RANGES), strict=True):
+            python = [*as_user(65534), "/usr/bin/python3", "-c", SQUATTER, SHARED_IP, *map(str, ports)]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            squatter = await trio.lowlevel.open_process([*host.under, *python], **pipes)
+            self.squatters.append(squatter)
+            assert squatter.stdout is not None
+            assert await squatter.stdout.receive_some() == b"\n"
+
+    async def end_squatters(self) -> int:
+        """Returns how many connections they got."""
+        heard = 0
+        for squatter in self.squatters:
+            assert squatter.stdin is not None and squatter.stdout is not None
+            await squatter.stdin.aclose()
+            heard += int(b"".join([chunk async for chunk in squatter.stdout]))
+            await squatter.wait()
+        return heard
+
+
+@contextlib.asynccontextmanager
+async def hosts_with_one_address() -> AsyncIterator[HostsWithOneAddress]:
+    with open_network() as network:
+        one, two = network.host(), network.host()
+        for number, host in enumerate((one, two)):
+            network.cable((host, "aside", f"{SHARED_IP}/24"), (network.host(), f"to{number}", "10.0.2.2/24"))
+        network.cable((one, "between", f"{BETWEEN[0]}/24"), (two, "between", f"{BETWEEN[1]}/24"))
+        await network.ready()
+        yield HostsWithOneAddress((one, two))
+
+
+def two_devices(number: int) -> dict[str, str]:
+    ports = "{}-{}".format(*RANGES[number])
+    return {"UCX_NET_DEVICES": "aside,between", "UCX_TCP_PORT_RANGE": ports, "UCX_TLS": "tcp"}
+
+
+@pytest.mark.root
+async def test_connections_of_two_hosts_with_one_address() -> None:
+    """UCX does not connect to a squatter on its own host."""
+    async with hosts_with_one_address() as setting:
+        one, two = setting.hosts
+        async with (
+            open_peer("host", [BETWEEN[0]], {}, under=one.under, **two_devices(0)) as server,
+            open_peer("visiting_until_told", {}, {}, under=two.under, **two_devices(1)) as client,
+        ):
+            [address] = await server.hear()
+            await setting.let_squatters_come()
+            await client.tell(address)
+            assert await client.hear(40) == ["connected", ["tcp"]]
+            await client.tell()
+            assert await client.hear(40) == ["still connected"]
+            await server.tell()
+            assert (await server.hear())[0] == [["tcp"]]
+        assert await setting.end_squatters() == 0
+
+
+@pytest.mark.root
+async def test_raw_endpoints_of_two_hosts_with_one_address() -> None:
+    """The same, in both directions."""
+    async with hosts_with_one_address() as setting:
+        one, two = setting.hosts
+        async with (
+            open_peer("raw_echo", under=one.under, **two_devices(0)) as owner,
+            open_peer("raw_visits", 10, under=two.under, **two_devices(1)) as visitor,
+        ):
+            await visitor.tell(await owner.hear())
+            await owner.tell(await visitor.hear())
+            await setting.let_squatters_come()
+            await visitor.tell()
+            assert await visitor.hear(40) == ["between"]
+            owner.process.kill()
+        assert await setting.end_squatters() == 0
+
+
 #: Connects from a port, by raw packets, and sends something.
 FROM_PORT = """
 import socket, struct, sys
@@ -894,7 +1358,7 @@ async def test_a_relay_of_the_exchange() -> None:
             ports += [port for port in listening(client.process.pid) if port[0] == "10.213.1.2"]
             assert len(ports) == 2
             for port in ports:
-                for data in (FATAL, new_key() + FATAL):
+                for data in (FATAL, bytes(Proof(new_key(), port)) + FATAL):
                     assert await knock(stranger.under, port, data) == "closed"
             await client.tell()
             assert await client.hear(40) == ["still connected"]

@@ -54,7 +54,7 @@ class Side:
         ports = ffi.new("tu_port_range_t *")
         assert lib.tu_worker_create(self.context, ffi.NULL, 0, ports, worker) == Status.OK
         self.worker = worker[0]
-        KeyGate(self.worker, some_worker(), None).admit([ip_network("0.0.0.0/0")])
+        KeyGate(self.worker, some_worker(tcp_addresses=()), None).admit([ip_network("0.0.0.0/0")])
         stack.callback(lib.tu_worker_destroy, self.worker)
         self.records = ffi.new("tu_record_t[]", 64)
         self.armed = ffi.new("int *")

@@ -43,6 +43,7 @@ from ..ucp._internal_api import (
     connect_shared,
     os_error_from_status,
     post_bytes_send,
+    without_own,
 )
 from .control_sockets import ControlSocket
 from .control_stream import (
@@ -256,7 +257,8 @@ class Handshake:
             logger.warning(
                 "the connection with %s, on this machine, does without shared memory: %s", self.label, self._why_not
             )
-        self._peer_address = peer.worker if self._shared_memory else peer.worker._without_shared_memory()
+        reachable = without_own(peer.worker, engine.identity.address)
+        self._peer_address = reachable if self._shared_memory else reachable._without_shared_memory()
         self._with_itself = peer.worker.uid == engine.identity.address.uid
 
     def let_in(self, keys: KeyPair) -> None:

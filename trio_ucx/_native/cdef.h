@@ -75,7 +75,7 @@ typedef struct tu_buffers {
     const tu_strided_t *strided;
 } tu_buffers_t;
 
-#define TU_KEY 32              /* bytes of a key that opens the ports of UCX's TCP transport */
+#define TU_KEY 32              /* bytes of a key that opens the ports of UCX's TCP transport, and of a code made with it */
 #define TU_DATA_PORTS 128      /* the most ports of a worker: UCX's limit for its transports */
 
 typedef struct tu_pair tu_pair_t;
@@ -126,7 +126,7 @@ typedef struct tu_counts {
     uint64_t polls_paid;       /* polls that found something */
     uint64_t poll_nanoseconds; /* spent polling */
     uint64_t poll_limit;       /* how long the next poll may take, in nanoseconds */
-    uint64_t strangers;        /* connections to its data ports that showed no key */
+    uint64_t strangers;        /* connections to its data ports without a proof of a key */
 } tu_counts_t;
 
 typedef struct tu_address {
@@ -135,6 +135,14 @@ typedef struct tu_address {
     unsigned port;
     unsigned scope;
 } tu_address_t;
+
+/* What the key gate knows of a peer. */
+typedef struct tu_peer {
+    const tu_address_t *addresses; /* where it listens */
+    size_t count;
+    uint64_t uid;              /* of its worker; 0: not known */
+    bool is_here;              /* it is on this host, in this network namespace */
+} tu_peer_t;
 
 #define TU_NAME_SIZE 32        /* UCX's UCP_ENTITY_NAME_MAX, the null character included */
 
@@ -237,12 +245,16 @@ int tu_worker_signal(tu_worker_t *worker);
 const char *tu_gate_missing(void);
 bool tu_gate_port(tu_worker_t *worker, unsigned number, tu_address_t *out);
 bool tu_gate_lost(tu_worker_t *worker);
-tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs, const tu_address_t *addresses,
-                       size_t count);
+tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs, uint64_t epoch, const tu_peer_t *peer);
 void tu_gate_show_by_default(tu_pair_t *pair);
 void tu_gate_know(tu_pair_t *pair);
-void tu_gate_remove(tu_pair_t *pair);
+bool tu_gate_remove(tu_pair_t *pair);
 bool tu_gate_admit(tu_worker_t *worker, const tu_address_t *ip, unsigned prefix);
+bool tu_gate_shut_ended(tu_worker_t *worker);
+void tu_test_most_nonces(size_t count);
+
+/* blake2s.c */
+void tu_blake2s(const char *key, const char *data, size_t size, char *out);
 
 /* adaptive_poll.c */
 void tu_poll_bound(tu_worker_t *worker, uint64_t nanoseconds);
@@ -256,6 +268,7 @@ int tu_poll_at_once(tu_worker_t *worker, tu_record_t *out, size_t max);
 bool tu_operation_cancel(tu_worker_t *worker, uint64_t id);
 
 /* sockaddr.c */
+bool tu_is_own_address(const tu_address_t *address);
 int tu_interface_addresses(const tu_address_t *address, tu_address_t *out, int size);
 
 /* endpoint.c */

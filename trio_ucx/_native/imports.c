@@ -16,23 +16,25 @@
 #define IS_IMPORT(type) false
 #endif
 
-/* Replaces an entry of an import table. If that fails, it stays as it is. */
-static void replace(void **entry, const void *function)
+/* Replaces an entry of an import table. Returns false if the system does not let it be written. */
+static bool replace(void **entry, const void *function)
 {
     uintptr_t page_size = (uintptr_t)sysconf(_SC_PAGESIZE);
     void *page          = (void *)((uintptr_t)entry & ~(page_size - 1));
 
     /* The linker may have made the table read-only (RELRO). It stays writable, as most import tables are. */
-    if (mprotect(page, page_size, PROT_READ | PROT_WRITE) == 0) {
-        __atomic_store_n(entry, (void *)(uintptr_t)function, __ATOMIC_RELEASE);
+    if (mprotect(page, page_size, PROT_READ | PROT_WRITE) < 0) {
+        return false;
     }
+    __atomic_store_n(entry, (void *)(uintptr_t)function, __ATOMIC_RELEASE);
+    return true;
 }
 
 typedef struct imports {
     const void *inside; /* something in the library */
     const char *name;
     const void *function;
-    bool replaced;
+    unsigned found, replaced; /* entries */
     ElfW(Addr) base;
     const ElfW(Sym) *symbols;
     const char *strings;
@@ -45,8 +47,8 @@ static void replace_imports(imports_t *imports, ElfW(Addr) table, size_t size)
     for (size_t i = 0; i < size / sizeof(*entry); i++) {
         if (IS_IMPORT(ELF64_R_TYPE(entry[i].r_info)) &&
             strcmp(imports->strings + imports->symbols[ELF64_R_SYM(entry[i].r_info)].st_name, imports->name) == 0) {
-            replace((void **)(imports->base + entry[i].r_offset), imports->function);
-            imports->replaced = true;
+            imports->found++;
+            imports->replaced += replace((void **)(imports->base + entry[i].r_offset), imports->function);
         }
     }
 }
@@ -100,11 +102,11 @@ static int visit(struct dl_phdr_info *object, size_t size, void *arg)
 }
 
 /* Lets the library that contains `inside` call `function` wherever it calls the function of this name in another object
- * file. Returns false if it has no such import. */
+ * file. Returns false if it has no such import, or if the system does not let it be replaced. */
 bool tu_replace_import(const void *inside, const char *name, const void *function)
 {
     imports_t imports = {.inside = inside, .name = name, .function = function};
 
     dl_iterate_phdr(visit, &imports);
-    return imports.replaced;
+    return imports.found > 0 && imports.replaced == imports.found;
 }

@@ -1,10 +1,19 @@
 /* The key gate: who may connect to the ports of UCX's TCP transport, and to whom UCX may connect.
  *
  * UCX trusts everything that arrives at these ports, and whatever answers where it connects. A worker therefore has
- * pairs of keys, one for each peer that was let in. The connecting process sends the peer's key before UCX's first
- * byte. The listening process reads it before UCX knows of the connection, and answers with the other key of the pair;
- * it closes the connection if it has no such pair, unless it admits the host without a key (tu_gate_admit). The
- * connecting process reads the answer before UCX reads anything.
+ * pairs of keys, one for each peer that was let in. Before UCX's first byte the connecting process sends a proof: it
+ * names the pair, and shows by a code (blake2s.c) that it knows the key of the port. The code covers the port's address
+ * and a nonce, so it is worth nothing at another place or a second time. The listening process checks the proof before
+ * UCX knows of the connection, and answers with a code of its own; it closes the connection if the proof is wrong,
+ * unless it admits the host without a key (tu_gate_admit). The connecting process checks the answer before UCX reads
+ * anything.
+ *
+ * A pair remembers the nonces of its current epoch. When they are too many, the next epoch begins, and they are
+ * forgotten. A right proof of another epoch is answered with the current one, and refused; UCX connects again at once,
+ * now with a proof of that epoch. wire.md, "Keys", has the bytes.
+ *
+ * When a pair ends, the connections that it has let in pass on to another pair of the same peer. If there is none, they
+ * are shut some time later, when UCX has written what it had to write.
  *
  * UCX has no hooks for this. The entries of the import table (GOT) of libucs for the functions of the C library that
  * TCP needs are replaced with the functions below. They act on a socket only if UCX listens there, or connects it, for
@@ -17,10 +26,13 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/random.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "little_endian.h"
 #include "native.h"
 
 /* Descriptors with larger numbers are refused: nobody has so many (fs.nr_open). */
@@ -32,19 +44,52 @@
 #define DEFER_SECONDS 3
 /* Nanoseconds between two lines in the log about strangers. */
 #define LOG_INTERVAL 60000000000u
+/* Nanoseconds after the end of a pair in which its connections stay: UCX may still write to them (WRITING_TIME). */
+#define LINGER 2000000000u
+/* The most nonces that a pair remembers. */
+#define MOST_NONCES 1024
 
-typedef unsigned char tu_key_t[TU_KEY];
+#define NAME 16                /* bytes of the name of a key */
+#define NONCE 16
+#define ROLE 8
 
-/* An IP address and a port. Unused bytes are 0. */
+typedef char tu_key_t[TU_KEY];
+typedef char code_t[TU_KEY];
+
+/* What the connecting process sends first, and what it gets in answer: wire.md, "Keys". */
+typedef struct proof {
+    char name[NAME];
+    tu_le64_t epoch;
+    char nonce[NONCE];
+    code_t code;
+} proof_t;
+
+typedef struct answer {
+    tu_le64_t epoch;           /* another one than the proof's: the proof is refused */
+    code_t code;
+} answer_t;
+
+/* What a code is made of. */
+typedef struct __attribute__((packed)) statement {
+    char role[ROLE];
+    char ip[16];
+    char port[2];
+    tu_le64_t epoch;
+    char nonce[NONCE];
+} statement_t;
+
+_Static_assert(sizeof(proof_t) == 72 && sizeof(answer_t) == 40 && sizeof(statement_t) == 50, "wire.md states the sizes");
+
+/* An IP address and a port. */
 typedef struct place {
     int family;
     unsigned port;
-    unsigned char ip[16];      /* of an IPv4 address, the first 4 */
+    char ip[16];               /* an IPv6 address, or an IPv4 address in one */
 } place_t;
 
 typedef struct network {
     place_t place;             /* port 0 */
-    unsigned prefix;           /* bits */
+    unsigned prefix;           /* bits of `ip` */
     bool wants_keys;           /* the latest refusal by one of its hosts was of a connection without a key */
 } network_t;
 
@@ -61,6 +106,7 @@ struct tu_gate {
     unsigned count;
     port_t ports[TU_DATA_PORTS];
     tu_list_t pairs;
+    tu_list_t ended;           /* pairs: the oldest first */
     tu_pair_t *own;            /* for hosts that no pair is for; NULL: connect to no such host */
     network_t *networks;       /* hosts that need no key */
     size_t network_count;
@@ -71,33 +117,50 @@ struct tu_gate {
 
 struct tu_pair {
     tu_gate_t *gate;
-    tu_list_t link;            /* in the gate's pairs: the newest first, those that were refused last */
-    tu_list_t by_key;          /* in `keys` */
+    tu_list_t link;            /* in the gate's pairs: the newest first, those that were refused last; or in its ended */
+    tu_list_t by_name;         /* in `names` */
     tu_key_t ours;             /* opens our ports */
     tu_key_t theirs;           /* opens the peer's ports */
+    char our_name[NAME];
+    char their_name[NAME];
+    uint64_t our_epoch;        /* of the nonces that our ports have seen */
+    uint64_t their_epoch;      /* what the peer's ports have said last */
+    char (*nonces)[NONCE];
+    size_t nonce_count;
+    uint64_t uid;              /* of the peer's worker; 0: not known */
     place_t *places;           /* where the peer listens */
     size_t count;
+    bool is_here;              /* the peer is on this host, in this network namespace */
     bool known;                /* the peer has it, too, as far as we know */
+    tu_list_t let_in;          /* accepted sockets */
+    uint64_t shut_at;          /* if it has ended */
 };
 
-/* A socket on which UCX listens for one of our workers; or one that it connects, until the answer has come. */
+/* A socket on which UCX listens for one of our workers; one that it connects, until the answer has come; or one that it
+ * has accepted because of a pair. */
 typedef struct watched {
-    tu_gate_t *gate;           /* of its worker */
-    bool listens;
+    enum { LISTENS, CONNECTS, LET_IN } kind;
+    tu_gate_t *gate;           /* of its worker; not if it was let in */
     unsigned port;             /* if it listens: its place in gate->ports */
-    place_t place;             /* if it connects: where */
-    bool keyless;              /* no key is shown, and what comes is UCX's */
-    bool shown;                /* the key was sent */
+    place_t place;             /* where it listens, or connects */
+    /* If it connects: */
+    bool keyless;              /* no proof is sent, and what comes is UCX's */
+    bool shown;                /* the proof was sent */
     size_t received;           /* bytes of the answer */
     tu_key_t key;
-    tu_key_t expected;
-    tu_key_t answer;
+    proof_t proof;
+    answer_t answer;
+    /* If it was let in: */
+    tu_list_t link;            /* in the pair's `let_in` */
+    int fd;
+    ino_t inode;               /* UCX may have closed the descriptor by other means, and somebody else may have it */
 } watched_t;
 
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* for the lists, and for networks */
-static tu_list_t keys[BUCKETS];
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* for the lists, what they hold, and networks */
+static tu_list_t names[BUCKETS];
 static watched_t *watched[MAX_DESCRIPTORS];
-static const char *missing;    /* a function that libucs does not import: it connects in some other way */
+static const char *missing;    /* a function of the C library whose import could not be replaced */
+static size_t most_nonces = MOST_NONCES;
 static __thread tu_gate_t *acting;
 
 /* ---- addresses ---- */
@@ -109,7 +172,8 @@ static bool place_of(const struct sockaddr *address, place_t *place)
     if (address->sa_family == AF_INET) {
         const struct sockaddr_in *v4 = (const struct sockaddr_in *)(const void *)address;
 
-        memcpy(place->ip, &v4->sin_addr, 4);
+        memset(place->ip + 10, 0xff, 2);
+        memcpy(place->ip + 12, &v4->sin_addr, 4);
         place->port = ntohs(v4->sin_port);
         return true;
     }
@@ -138,7 +202,7 @@ static bool contains(const network_t *network, const place_t *place)
     unsigned bits  = network->prefix % 8;
 
     return network->place.family == place->family && memcmp(network->place.ip, place->ip, whole) == 0 &&
-           (bits == 0 || (network->place.ip[whole] ^ place->ip[whole]) >> (8 - bits) == 0);
+           (bits == 0 || (unsigned char)(network->place.ip[whole] ^ place->ip[whole]) >> (8 - bits) == 0);
 }
 
 /* The network of a host that needs no key; NULL if it needs one. */
@@ -152,45 +216,131 @@ static network_t *admitted_network(const tu_gate_t *gate, const place_t *place)
     return NULL;
 }
 
-/* ---- pairs ---- */
+/* ---- proofs ---- */
 
-static tu_list_t *bucket_of_key(const tu_key_t key)
+/* Makes a code; the rest of the statement is 0 for a name. */
+static void make_code(const tu_key_t key, const char *role, const place_t *place, tu_le64_t epoch, const char *nonce,
+                      code_t out)
 {
-    return &keys[(key[0] | key[1] << 8) % BUCKETS];
+    statement_t statement = {.epoch = epoch};
+
+    memcpy(statement.role, role, strlen(role));
+    if (place != NULL) {
+        uint16_t port = htole16((uint16_t)place->port);
+
+        memcpy(statement.ip, place->ip, sizeof(statement.ip));
+        memcpy(statement.port, &port, sizeof(port));
+        memcpy(statement.nonce, nonce, NONCE);
+    }
+    tu_blake2s(key, (const char *)&statement, sizeof(statement), out);
 }
 
-/* Compares all bytes, so that the time says nothing about the key. */
-static bool same_key(const tu_key_t one, const tu_key_t other)
+static void make_name(const tu_key_t key, char *name)
 {
-    unsigned char difference = 0;
+    code_t code;
 
-    for (size_t i = 0; i < TU_KEY; i++) {
+    make_code(key, "name", NULL, tu_le64_from(0), NULL, code);
+    memcpy(name, code, NAME);
+}
+
+/* Compares all bytes, so that the time says nothing about them. */
+static bool same_bytes(const char *one, const char *other, size_t size)
+{
+    char difference = 0;
+
+    for (size_t i = 0; i < size; i++) {
         difference |= one[i] ^ other[i];
     }
     return difference == 0;
 }
 
-static tu_pair_t *pair_with_key(const tu_gate_t *gate, const tu_key_t shown)
+static bool has_code(const code_t code, const tu_key_t key, const char *role, const place_t *place, tu_le64_t epoch,
+                     const char *nonce)
 {
-    tu_pair_t *pair, *found = NULL;
+    code_t right;
 
-    TU_LIST_FOR_EACH(pair, bucket_of_key(shown), by_key) {
-        if (pair->gate == gate && same_key(pair->ours, shown)) {
-            found = pair;
+    make_code(key, role, place, epoch, nonce, right);
+    return same_bytes(code, right, sizeof(right));
+}
+
+/* Remembers the nonce of a right proof. When there are too many, the next epoch begins. Returns false if it was used
+ * before in this epoch, or if there is no memory. */
+static bool remember(tu_pair_t *pair, const char *nonce)
+{
+    for (size_t i = 0; i < pair->nonce_count; i++) {
+        if (memcmp(pair->nonces[i], nonce, NONCE) == 0) {
+            return false;
         }
     }
-    return found;
+    if (pair->nonce_count >= most_nonces) {
+        pair->our_epoch++;
+        pair->nonce_count = 0;
+        return true;
+    }
+    if ((pair->nonce_count & (pair->nonce_count - 1)) == 0) { /* 0 or a power of two: it is full */
+        void *larger = realloc(pair->nonces, (pair->nonce_count > 0 ? 2 * pair->nonce_count : 1) * NONCE);
+
+        if (larger == NULL) {
+            return false;
+        }
+        pair->nonces = larger;
+    }
+    memcpy(pair->nonces[pair->nonce_count++], nonce, NONCE);
+    return true;
+}
+
+/* Checks a proof, and makes the answer. Returns false if there is none: the proof is wrong, or was used before. A host
+ * that needs no key may show an old one: UCX does not always connect again. */
+static bool answer_proof(tu_pair_t *pair, const place_t *place, const proof_t *proof, bool admitted, answer_t *answer)
+{
+    uint64_t epoch = tu_le64_to(proof->epoch);
+    bool current;
+
+    if (!has_code(proof->code, pair->ours, "connect", place, proof->epoch, proof->nonce) ||
+        (!admitted && epoch == pair->our_epoch && !remember(pair, proof->nonce))) {
+        return false;
+    }
+    current       = admitted || epoch == pair->our_epoch;
+    answer->epoch = current ? proof->epoch : tu_le64_from(pair->our_epoch);
+    make_code(pair->ours, current ? "accept" : "epoch", place, answer->epoch, proof->nonce, answer->code);
+    return true;
+}
+
+/* ---- pairs ---- */
+
+static tu_list_t *bucket_of_name(const char *name)
+{
+    return &names[((unsigned char)name[0] | (unsigned char)name[1] << 8) % BUCKETS];
+}
+
+static tu_pair_t *pair_with_name(const tu_gate_t *gate, const char *name)
+{
+    tu_pair_t *pair;
+
+    TU_LIST_FOR_EACH(pair, bucket_of_name(name), by_name) {
+        if (pair->gate == gate && memcmp(pair->our_name, name, NAME) == 0) {
+            return pair;
+        }
+    }
+    return NULL;
 }
 
 /* The first pair for a place that the peer has, too; else the first; or NULL. Of many exchanges at once most pairs are
- * not at the peer yet, or never will be, and UCX gives up after 25 attempts. */
-static tu_pair_t *pair_for_place(const tu_gate_t *gate, const place_t *place)
+ * not at the peer yet, or never will be, and UCX gives up after 25 attempts.
+ *
+ * If the place is an address of this host, the peers of other hosts that have the same address are not meant;
+ * `elsewhere` says if there are any. */
+static tu_pair_t *pair_for_place(const tu_gate_t *gate, const place_t *place, bool is_own, bool *elsewhere)
 {
     tu_pair_t *pair, *found = NULL;
 
     TU_LIST_FOR_EACH(pair, &gate->pairs, link) {
         for (size_t i = 0; i < pair->count; i++) {
             if (memcmp(&pair->places[i], place, sizeof(*place)) != 0) {
+                continue;
+            }
+            if (is_own && !pair->is_here) {
+                *elsewhere = true;
                 continue;
             }
             if (pair->known) {
@@ -204,29 +354,102 @@ static tu_pair_t *pair_for_place(const tu_gate_t *gate, const place_t *place)
     return found;
 }
 
-/* Adds a pair. The gate lets in whoever shows `ours`, and answers with `theirs`. Where UCX connects to one of the
- * addresses, the gate shows `theirs`. Returns NULL if there is no memory. */
-tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs, const tu_address_t *addresses,
-                       size_t count)
+/* The pair to which the connections of another one pass on that has ended; NULL if there is none. Whoever has the
+ * worker's address may be the same peer, too. */
+static tu_pair_t *heir_of(const tu_pair_t *ended)
 {
-    tu_pair_t *pair = tu_calloc(1, sizeof(*pair));
-    place_t *places = tu_calloc(count + 1, sizeof(*places));
+    tu_pair_t *pair;
+
+    TU_LIST_FOR_EACH(pair, &ended->gate->pairs, link) {
+        if (pair->uid == ended->uid && pair->uid != 0) {
+            return pair;
+        }
+    }
+    return ended->gate->own;
+}
+
+static void pass_on(tu_pair_t *from, tu_pair_t *to)
+{
+    watched_t *connection;
+
+    while ((connection = TU_LIST_FIRST(&from->let_in, watched_t, link)) != NULL) {
+        tu_list_remove(&connection->link);
+        tu_list_append(&to->let_in, &connection->link);
+    }
+}
+
+static void pair_free(tu_pair_t *pair)
+{
+    watched_t *connection;
+
+    while ((connection = TU_LIST_FIRST(&pair->let_in, watched_t, link)) != NULL) {
+        tu_list_remove(&connection->link);
+    }
+    tu_list_remove(&pair->link);
+    free(pair->places);
+    free(pair->nonces);
+    explicit_bzero(pair, sizeof(*pair));
+    free(pair);
+}
+
+/* Shuts the connections of pairs that have ended some time ago, so that UCX sees their end. Returns false if there are
+ * none for which it is too early. */
+bool tu_gate_shut_ended(tu_worker_t *worker)
+{
+    tu_gate_t *gate = worker->gate;
+    uint64_t now    = tu_now();
+    watched_t *connection;
+    tu_pair_t *pair;
+
+    pthread_mutex_lock(&mutex);
+    while ((pair = TU_LIST_FIRST(&gate->ended, tu_pair_t, link)) != NULL && pair->shut_at <= now) {
+        TU_LIST_FOR_EACH(connection, &pair->let_in, link) {
+            struct stat found;
+
+            if (fstat(connection->fd, &found) == 0 && S_ISSOCK(found.st_mode) && found.st_ino == connection->inode) {
+                (void)shutdown(connection->fd, SHUT_RDWR);
+            }
+        }
+        pair_free(pair);
+    }
+    pthread_mutex_unlock(&mutex);
+    return pair != NULL;
+}
+
+/* Adds a pair. The gate lets in whoever proves that he knows `ours`. Where UCX connects to one of the peer's addresses,
+ * the gate proves that it knows `theirs`. The nonces begin at `epoch`. Returns NULL if there is no memory. */
+tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs, uint64_t epoch, const tu_peer_t *peer)
+{
+    tu_pair_t *pair = tu_calloc(1, sizeof(*pair)), *ended, *after;
+    place_t *places = tu_calloc(peer->count + 1, sizeof(*places));
 
     if (pair == NULL || places == NULL) {
         free(pair);
         free(places);
         return NULL;
     }
-    for (size_t i = 0; i < count; i++) {
-        pair->count += place_parse(&addresses[i], &places[pair->count]);
+    for (size_t i = 0; i < peer->count; i++) {
+        pair->count += place_parse(&peer->addresses[i], &places[pair->count]);
     }
-    pair->places = places;
-    pair->gate   = worker->gate;
+    pair->places    = places;
+    pair->gate      = worker->gate;
+    pair->our_epoch = epoch;
+    pair->uid       = peer->uid;
+    pair->is_here   = peer->is_here;
     memcpy(pair->ours, ours, TU_KEY);
     memcpy(pair->theirs, theirs, TU_KEY);
+    make_name(pair->ours, pair->our_name);
+    make_name(pair->theirs, pair->their_name);
+    tu_list_init(&pair->let_in);
     pthread_mutex_lock(&mutex);
+    TU_LIST_FOR_EACH_SAFE(ended, after, &pair->gate->ended, link) {
+        if (ended->uid == pair->uid && pair->uid != 0) {
+            pass_on(ended, pair);
+            pair_free(ended);
+        }
+    }
     tu_list_prepend(&pair->gate->pairs, &pair->link);
-    tu_list_append(bucket_of_key(pair->ours), &pair->by_key);
+    tu_list_prepend(bucket_of_name(pair->our_name), &pair->by_name);
     pthread_mutex_unlock(&mutex);
     return pair;
 }
@@ -245,15 +468,32 @@ void tu_gate_know(tu_pair_t *pair)
     pthread_mutex_unlock(&mutex);
 }
 
-void tu_gate_remove(tu_pair_t *pair)
+/* Takes the keys away. The connections that they have let in pass on to another pair of this peer. Returns true if there
+ * are some and no such pair: tu_gate_shut_ended shuts them later. */
+bool tu_gate_remove(tu_pair_t *pair)
 {
+    tu_gate_t *gate = pair->gate;
+    tu_pair_t *heir;
+    bool linger;
+
     pthread_mutex_lock(&mutex);
-    tu_list_remove(&pair->by_key);
+    tu_list_remove(&pair->by_name);
     tu_list_remove(&pair->link);
+    heir = heir_of(pair);
+    if (heir != NULL) {
+        pass_on(pair, heir);
+    }
+    linger = !tu_list_is_empty(&pair->let_in);
+    if (!linger) {
+        pair_free(pair);
+    } else {
+        explicit_bzero(pair->ours, sizeof(pair->ours));
+        explicit_bzero(pair->theirs, sizeof(pair->theirs));
+        pair->shut_at = tu_now() + LINGER;
+        tu_list_append(&gate->ended, &pair->link);
+    }
     pthread_mutex_unlock(&mutex);
-    free(pair->places);
-    explicit_bzero(pair, sizeof(*pair));
-    free(pair);
+    return linger;
 }
 
 /* Admits hosts without a key. Returns false if there is no memory. */
@@ -266,7 +506,7 @@ bool tu_gate_admit(tu_worker_t *worker, const tu_address_t *ip, unsigned prefix)
     larger = tu_realloc(gate->networks, (gate->network_count + 1) * sizeof(*larger));
     if (larger != NULL) {
         gate->networks = larger;
-        larger[gate->network_count] = (network_t){.prefix = prefix};
+        larger[gate->network_count] = (network_t){.prefix = ip->family == AF_INET ? 96 + prefix : prefix};
         gate->network_count += place_parse(ip, &larger[gate->network_count].place);
     }
     pthread_mutex_unlock(&mutex);
@@ -289,7 +529,11 @@ static void forget(int fd)
         return;
     }
     __atomic_store_n(&watched[fd], NULL, __ATOMIC_RELEASE);
-    if (old->listens) {
+    if (old->kind == LET_IN) {
+        pthread_mutex_lock(&mutex);
+        tu_list_remove(&old->link);
+        pthread_mutex_unlock(&mutex);
+    } else if (old->kind == LISTENS) {
         old->gate->ports[old->port].fd = -1;
         if (old->gate->ready) {
             __atomic_store_n(&old->gate->lost, true, __ATOMIC_RELAXED);
@@ -300,7 +544,7 @@ static void forget(int fd)
 }
 
 /* Returns NULL, and sets errno, if the descriptor cannot be watched. */
-static watched_t *watch(tu_gate_t *gate, int fd)
+static watched_t *watch(tu_gate_t *gate, int fd, int kind)
 {
     watched_t *new = fd >= 0 && fd < MAX_DESCRIPTORS ? calloc(1, sizeof(*new)) : NULL;
 
@@ -308,6 +552,8 @@ static watched_t *watch(tu_gate_t *gate, int fd)
         errno = fd < MAX_DESCRIPTORS ? ENOMEM : EMFILE;
     } else {
         new->gate = gate;
+        new->kind = kind;
+        tu_list_init(&new->link);
     }
     return new;
 }
@@ -361,43 +607,77 @@ static int gate_listen(int fd, int backlog)
         return -1;
     }
     port = &gate->ports[gate->count];
-    new  = getsockname(fd, (struct sockaddr *)&name, &length) == 0 ? watch(gate, fd) : NULL;
+    new  = getsockname(fd, (struct sockaddr *)&name, &length) == 0 ? watch(gate, fd, LISTENS) : NULL;
     if (new == NULL) {
         return -1;
     }
-    if (tu_sockaddr_text(&name, port->address.ip, sizeof(port->address.ip), &port->address.port) != UCS_OK) {
+    if (!place_of((const struct sockaddr *)&name, &new->place) ||
+        tu_sockaddr_text(&name, port->address.ip, sizeof(port->address.ip), &port->address.port) != UCS_OK) {
         free(new);
         errno = EAFNOSUPPORT;
         return -1;
     }
     port->fd             = fd;
     port->address.family = name.ss_family;
-    new->listens         = true;
     new->port            = gate->count++;
     __atomic_store_n(&watched[fd], new, __ATOMIC_RELEASE);
     (void)setsockopt(fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, &(int){DEFER_SECONDS}, sizeof(int));
     return listen(fd, backlog);
 }
 
-/* Decides on a new connection. The first bytes are there: TCP_DEFER_ACCEPT, and a key travels in one segment. */
-static bool let_in(const tu_gate_t *gate, int fd, const struct sockaddr *from)
+/* Decides on a new connection. The first bytes are there: TCP_DEFER_ACCEPT, and a proof travels in one segment. Returns
+ * false if it is a stranger's. `shut` is set if it is a peer's, and to be closed: it connects again. */
+static bool let_in(const watched_t *listening, int fd, const struct sockaddr *from, bool *shut)
 {
-    tu_key_t shown, answer;
+    tu_gate_t *gate = listening->gate;
     tu_pair_t *pair = NULL;
-    bool admitted   = false;
+    watched_t *new  = watch(gate, fd, LET_IN);
+    bool answered   = false;
+    struct stat about;
+    proof_t proof;
+    answer_t answer;
     place_t place;
-    bool complete = recv(fd, shown, TU_KEY, MSG_PEEK | MSG_DONTWAIT) == TU_KEY;
+    bool complete, admitted;
 
+    if (new == NULL || fstat(fd, &about) < 0) {
+        free(new);
+        return false;
+    }
+    *shut      = false;
+    new->fd    = fd;
+    new->inode = about.st_ino;
+    complete   = recv(fd, &proof, sizeof(proof), MSG_PEEK | MSG_DONTWAIT) == sizeof(proof);
     pthread_mutex_lock(&mutex);
-    if (complete && (pair = pair_with_key(gate, shown)) != NULL) {
-        memcpy(answer, pair->theirs, TU_KEY);
-    } else {
-        admitted = place_of(from, &place) && admitted_network(gate, &place) != NULL;
+    admitted = place_of(from, &place) && admitted_network(gate, &place) != NULL;
+    pair     = complete ? pair_with_name(gate, proof.name) : NULL;
+    if (pair != NULL) {
+        answered = answer_proof(pair, &listening->place, &proof, admitted, &answer);
+        *shut    = answered && tu_le64_to(answer.epoch) != tu_le64_to(proof.epoch);
+        if (answered && !*shut && !admitted) { /* a host that needs no key may stay without one */
+            tu_list_append(&pair->let_in, &new->link);
+        }
     }
     pthread_mutex_unlock(&mutex);
-    return pair == NULL ? admitted
-                        : recv(fd, shown, TU_KEY, MSG_DONTWAIT) == TU_KEY &&
-                              send(fd, answer, TU_KEY, MSG_NOSIGNAL | MSG_DONTWAIT) == TU_KEY;
+    if (!tu_list_is_linked(&new->link)) {
+        free(new);
+    } else {
+        __atomic_store_n(&watched[fd], new, __ATOMIC_RELEASE);
+    }
+    if (pair == NULL) {
+        return admitted;
+    }
+    return answered && recv(fd, &proof, sizeof(proof), MSG_DONTWAIT) == sizeof(proof) &&
+           send(fd, &answer, sizeof(answer), MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof(answer);
+}
+
+/* Closes a connection that UCX does not get. What has arrived is read first; the kernel would drop our answer else. */
+static void turn_away(int fd)
+{
+    char rest[256];
+
+    (void)!recv(fd, rest, sizeof(rest), MSG_DONTWAIT);
+    forget(fd);
+    close(fd);
 }
 
 static void log_stranger(tu_gate_t *gate, const struct sockaddr_storage *from)
@@ -417,7 +697,7 @@ static void log_stranger(tu_gate_t *gate, const struct sockaddr_storage *from)
     if (others > 0) {
         snprintf(unlogged, sizeof(unlogged), " (and %llu others since the last such line)", (unsigned long long)others);
     }
-    snprintf(text, sizeof(text), "turned away %s: it showed no key at a data port%s", host, unlogged);
+    snprintf(text, sizeof(text), "turned away %s at a data port: it has no key%s", host, unlogged);
     gate->next_log = now + LOG_INTERVAL;
     gate->logged   = gate->strangers;
     tu_log_info(text);
@@ -428,9 +708,10 @@ static int gate_accept(int fd, struct sockaddr *address, socklen_t *length)
     watched_t *listening = watched_at(fd);
     struct sockaddr_storage from;
     socklen_t from_length;
+    bool shut;
     int accepted;
 
-    if (listening == NULL || !listening->listens) {
+    if (listening == NULL || listening->kind != LISTENS) {
         accepted = accept(fd, address, length);
         forget(accepted);
         return accepted;
@@ -447,53 +728,78 @@ static int gate_accept(int fd, struct sockaddr *address, socklen_t *length)
         }
         forget(accepted);
         if (getpeername(accepted, (struct sockaddr *)&from, &from_length) == 0 &&
-            let_in(listening->gate, accepted, (const struct sockaddr *)&from)) {
+            let_in(listening, accepted, (const struct sockaddr *)&from, &shut)) {
+            if (shut) {
+                turn_away(accepted);
+                continue;
+            }
             if (address != NULL) {
                 memcpy(address, &from, *length < from_length ? *length : from_length);
                 *length = from_length;
             }
             return accepted;
         }
-        close(accepted);
+        turn_away(accepted);
         log_stranger(listening->gate, &from);
     }
     errno = EAGAIN; /* the descriptor stays readable */
     return -1;
 }
 
-/* An admitted host is shown no key at first. It may have none of the keys for its place: a key works only while both
+/* Puts a proof into a socket that connects. Returns false if the system has no random numbers. */
+static bool make_proof(watched_t *socket, const tu_pair_t *pair)
+{
+    proof_t *proof = &socket->proof;
+
+    if (getrandom(proof->nonce, NONCE, 0) != NONCE) {
+        return false;
+    }
+    memcpy(socket->key, pair->theirs, TU_KEY);
+    memcpy(proof->name, pair->their_name, NAME);
+    proof->epoch = tu_le64_from(pair->their_epoch);
+    make_code(pair->theirs, "connect", &socket->place, proof->epoch, proof->nonce, proof->code);
+    return true;
+}
+
+/* An admitted host is shown no proof at first. It may have none of the keys for its place: a key works only while both
  * sides have the pair. To refuse one would be fatal to a raw endpoint, which UCX does not connect again. */
 static int gate_connect(int fd, const struct sockaddr *address, socklen_t length)
 {
     tu_gate_t *gate = acting;
+    bool elsewhere  = false;
     const network_t *network;
     const tu_pair_t *pair;
     watched_t *new;
     place_t place;
+    bool is_own;
 
     forget(fd);
     if (gate == NULL || !place_of(address, &place)) {
         return connect(fd, address, length);
     }
-    new = watch(gate, fd);
+    new = watch(gate, fd, CONNECTS);
     if (new == NULL) {
         return -1;
     }
+    new->place = place;
+    is_own     = tu_sockaddr_is_own(address, length);
+    errno      = EACCES; /* it has not been let in, or is on another host and not meant */
     pthread_mutex_lock(&mutex);
     network = admitted_network(gate, &place);
-    pair    = network == NULL || network->wants_keys ? pair_for_place(gate, &place) : NULL;
-    pair    = pair == NULL && network == NULL ? gate->own : pair;
-    if (pair != NULL) {
-        memcpy(new->key, pair->theirs, TU_KEY);
-        memcpy(new->expected, pair->ours, TU_KEY);
+    pair    = pair_for_place(gate, &place, is_own, &elsewhere);
+    if (pair == NULL && elsewhere) {
+        network = NULL;
+    } else if (network != NULL && !network->wants_keys) {
+        pair = NULL;
+    } else if (pair == NULL && network == NULL) {
+        pair = gate->own;
     }
-    pthread_mutex_unlock(&mutex);
-    if (pair == NULL && network == NULL) {
+    if (pair != NULL ? !make_proof(new, pair) : network == NULL) {
+        pthread_mutex_unlock(&mutex);
         free(new);
-        errno = EACCES; /* it has not been let in */
         return -1;
     }
-    new->place   = place;
+    pthread_mutex_unlock(&mutex);
     new->keyless = pair == NULL;
     __atomic_store_n(&watched[fd], new, __ATOMIC_RELEASE);
     return connect(fd, address, length);
@@ -506,28 +812,28 @@ static ssize_t gate_send(int fd, const void *data, size_t length, int flags)
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = 2};
     ssize_t sent;
 
-    if (socket == NULL || socket->listens || socket->keyless || socket->shown) {
+    if (socket == NULL || socket->kind != CONNECTS || socket->keyless || socket->shown) {
         return send(fd, data, length, flags);
     }
-    parts[0] = (struct iovec){.iov_base = socket->key, .iov_len = TU_KEY};
+    parts[0] = (struct iovec){.iov_base = &socket->proof, .iov_len = sizeof(proof_t)};
     parts[1] = (struct iovec){.iov_base = (void *)(uintptr_t)data, .iov_len = length};
     sent     = sendmsg(fd, &message, flags);
     if (sent < 0) {
         return -1;
     }
-    if (sent < TU_KEY) {
+    if (sent < (ssize_t)sizeof(proof_t)) {
         errno = ECONNRESET; /* a new socket has room for it */
         return -1;
     }
     socket->shown = true;
-    if (sent == TU_KEY && length > 0) {
+    if (sent == sizeof(proof_t) && length > 0) {
         errno = EAGAIN;
         return -1;
     }
-    return sent - TU_KEY;
+    return sent - (ssize_t)sizeof(proof_t);
 }
 
-/* The peer has refused this connection. Prepares UCX's next attempt: with a key instead of without one, or the reverse
+/* The peer has refused this connection. Prepares UCX's next attempt: with a proof instead of without one, or the reverse
  * (an admitted host); and with another pair for this place, if there is one. */
 static void after_refusal(const watched_t *socket)
 {
@@ -539,11 +845,26 @@ static void after_refusal(const watched_t *socket)
     if (network != NULL) {
         network->wants_keys = socket->keyless;
     }
-    TU_LIST_FOR_EACH(pair, bucket_of_key(socket->expected), by_key) {
-        if (same_key(pair->ours, socket->expected) && same_key(pair->theirs, socket->key)) {
+    TU_LIST_FOR_EACH(pair, &socket->gate->pairs, link) {
+        if (!socket->keyless && same_bytes(pair->theirs, socket->key, TU_KEY)) {
             tu_list_remove(&pair->link);
-            tu_list_append(&pair->gate->pairs, &pair->link);
+            tu_list_append(&socket->gate->pairs, &pair->link);
             pair->known = false;
+            break;
+        }
+    }
+    pthread_mutex_unlock(&mutex);
+}
+
+/* The peer's nonces have another epoch than the proof: the next attempt has that one. */
+static void note_epoch(const watched_t *socket)
+{
+    tu_pair_t *pair;
+
+    pthread_mutex_lock(&mutex);
+    TU_LIST_FOR_EACH(pair, &socket->gate->pairs, link) {
+        if (same_bytes(pair->theirs, socket->key, TU_KEY)) {
+            pair->their_epoch = tu_le64_to(socket->answer.epoch);
         }
     }
     pthread_mutex_unlock(&mutex);
@@ -566,8 +887,9 @@ static ssize_t gate_recv(int fd, void *data, size_t length, int flags)
 {
     watched_t *socket = watched_at(fd);
     ssize_t received;
+    bool current;
 
-    if (socket == NULL || socket->listens) {
+    if (socket == NULL || socket->kind != CONNECTS) {
         return recv(fd, data, length, flags);
     }
     if (socket->keyless) {
@@ -577,16 +899,23 @@ static ssize_t gate_recv(int fd, void *data, size_t length, int flags)
         }
         return received;
     }
-    while (socket->received < TU_KEY) {
-        received = receive_first(socket, fd, socket->answer + socket->received, TU_KEY - socket->received,
-                                 MSG_DONTWAIT);
+    while (socket->received < sizeof(answer_t)) {
+        received = receive_first(socket, fd, (char *)&socket->answer + socket->received,
+                                 sizeof(answer_t) - socket->received, MSG_DONTWAIT);
         if (received <= 0) {
             return received;
         }
         socket->received += (size_t)received;
     }
-    if (!same_key(socket->answer, socket->expected)) {
-        errno = ECONNREFUSED;
+    current = tu_le64_to(socket->answer.epoch) == tu_le64_to(socket->proof.epoch);
+    if (!has_code(socket->answer.code, socket->key, current ? "accept" : "epoch", &socket->place, socket->answer.epoch,
+                  socket->proof.nonce)) {
+        current = false;
+    } else if (!current) {
+        note_epoch(socket);
+    }
+    if (!current) {
+        errno = ECONNREFUSED; /* UCX connects again */
         return -1;
     }
     forget(fd);
@@ -613,7 +942,7 @@ static void replace_once(void)
     const void *libucs = (const void *)(uintptr_t)ucs_status_string;
 
     for (size_t i = 0; i < BUCKETS; i++) {
-        tu_list_init(&keys[i]);
+        tu_list_init(&names[i]);
     }
     for (size_t i = 0; i < sizeof(imports) / sizeof(*imports); i++) {
         if (!tu_replace_import(libucs, imports[i].name, imports[i].function)) {
@@ -634,6 +963,7 @@ tu_gate_t *tu_gate_create(const tu_port_range_t *range)
         gate->lowest  = range->lowest;
         gate->highest = range->highest;
         tu_list_init(&gate->pairs);
+        tu_list_init(&gate->ended);
     }
     return gate;
 }
@@ -656,9 +986,13 @@ void tu_gate_destroy(tu_gate_t *gate)
     for (unsigned i = 0; i < gate->count; i++) {
         forget(gate->ports[i].fd);
     }
-    while ((pair = TU_LIST_FIRST(&gate->pairs, tu_pair_t, link)) != NULL) {
-        tu_gate_remove(pair);
+    pthread_mutex_lock(&mutex);
+    while ((pair = TU_LIST_FIRST(&gate->pairs, tu_pair_t, link)) != NULL ||
+           (pair = TU_LIST_FIRST(&gate->ended, tu_pair_t, link)) != NULL) {
+        tu_list_remove(&pair->by_name);
+        pair_free(pair);
     }
+    pthread_mutex_unlock(&mutex);
     free(gate->networks);
     free(gate);
 }
@@ -678,6 +1012,12 @@ void tu_gate_leave(tu_gate_t *before)
 }
 
 /* ---- what Python asks ---- */
+
+/* For tests: the most nonces that a pair remembers from now on; 0: as usual. */
+void tu_test_most_nonces(size_t count)
+{
+    most_nonces = count > 0 ? count : MOST_NONCES;
+}
 
 /* The name of a function that could not be replaced; NULL if all were. */
 const char *tu_gate_missing(void)

@@ -105,7 +105,7 @@ void tu_keepalive_guard(void);
 
 /* ---- import tables (imports.c) ---- */
 
-/* Returns false if the library does not import the function. */
+/* Returns false if the library does not import the function, or if the system does not let it be replaced. */
 bool tu_replace_import(const void *inside, const char *name, const void *function);
 
 /* ---- allocating (library.c) ----
@@ -440,6 +440,7 @@ tu_strided_t *tu_strided_part(const tu_strided_t *strided, size_t offset, size_t
 /* Returns false if `ip` is no address of this family. */
 bool tu_sockaddr_make(struct sockaddr_storage *out, socklen_t *length, int family, const char *ip, unsigned port,
                       unsigned scope);
+bool tu_sockaddr_is_own(const struct sockaddr *address, socklen_t length);
 ucs_status_t tu_sockaddr_text(const struct sockaddr_storage *address, char *host, size_t size, unsigned *port);
 
 #endif

@@ -3,6 +3,7 @@
 #include <ifaddrs.h>
 #include <netinet/in.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "native.h"
 
@@ -74,6 +75,43 @@ static bool is_same_address(const struct ifaddrs *each, const tu_address_t *addr
 
     return address_of(each, &found) && found.family == address->family && strcmp(found.ip, address->ip) == 0 &&
            (address->scope == 0 || found.scope == 0 || found.scope == address->scope);
+}
+
+/* Returns true if this host has the address, in this network namespace; `address` has no more than an IPv6 address
+ * needs. It is not enough that it can be bound: broadcast addresses can, and with ip_nonlocal_bind all addresses. */
+bool tu_sockaddr_is_own(const struct sockaddr *address, socklen_t length)
+{
+    union {
+        struct sockaddr any;
+        struct sockaddr_in v4;
+        struct sockaddr_in6 v6;
+    } own;
+    socklen_t own_length = sizeof(own);
+    bool is_own          = false;
+    int probe            = socket(address->sa_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+
+    if (probe < 0) {
+        return false;
+    }
+    memcpy(&own, address, length);
+    if (address->sa_family == AF_INET) {
+        own.v4.sin_port = 0;
+        is_own = bind(probe, &own.any, length) == 0 && connect(probe, address, length) == 0; /* that sends nothing */
+    } else if (connect(probe, address, length) == 0 && getsockname(probe, &own.any, &own_length) == 0) {
+        /* Packets to an own address come from it. */
+        is_own = memcmp(&own.v6.sin6_addr, &((const struct sockaddr_in6 *)(const void *)address)->sin6_addr, 16) == 0;
+    }
+    close(probe);
+    return is_own;
+}
+
+bool tu_is_own_address(const tu_address_t *address)
+{
+    struct sockaddr_storage storage;
+    socklen_t length;
+
+    return tu_sockaddr_make(&storage, &length, address->family, address->ip, address->port, address->scope) &&
+           tu_sockaddr_is_own((const struct sockaddr *)&storage, length);
 }
 
 /* Finds the addresses of the network interface that has exactly this address. Returns how many it has, of which `out`

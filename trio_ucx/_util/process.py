@@ -166,6 +166,10 @@ class Host:
     ipc_namespace: int = 0
     network_namespace: int = 0
 
+    def shares_network(self, other: Host) -> bool:
+        """True if both processes are in one network namespace of one machine."""
+        return (self.process.host, self.network_namespace) == (other.process.host, other.network_namespace)
+
 
 def this_host() -> Host:
     return _host_of(os.getpid(), os.geteuid())

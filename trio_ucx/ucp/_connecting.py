@@ -16,6 +16,7 @@ from ._engine.engine import Engine
 from ._hints import accept_hint, hint
 from ._quirks import descriptors
 from ._quirks.address_layout import PADDING, read_uid, with_uid, without_shared_memory
+from ._quirks.network_devices import without_own
 from ._status import Status, os_error_from_status
 from ._transports import check_without_shared_memory, obstacle_to_shared_memory
 from ._worker_address import WorkerAddress
@@ -57,7 +58,7 @@ def connect_worker(
     engine: Engine, address: WorkerAddress, options: EndpointOptions = endpoint_options.DEFAULT
 ) -> EndpointCore:
     """A raw endpoint, which notices by itself that its peer's process died."""
-    usable = _usable_part(engine, address, options)
+    usable = without_own(_usable_part(engine, address, options), engine.identity.address)
     admission = engine.key_gate.let_in_by_address(usable)
     try:
         core = _make_to_worker(engine, usable, options, repr(address))

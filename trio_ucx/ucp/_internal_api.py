@@ -26,7 +26,7 @@ from ._memory.pointers import check_elements
 from ._quirks import descriptors
 from ._quirks.default_options import DEFAULT_OPTIONS
 from ._quirks.key_gate import Admission
-from ._quirks.network_devices import at_control_socket
+from ._quirks.network_devices import at_control_socket, without_own
 from ._quirks.option_limits import OptionError
 from ._status import (
     Error,
@@ -101,6 +101,7 @@ __all__ = [
     "decode_worker_address",  # makes a WorkerAddress from its bytes
     "new_key",  # makes a random key
     "obstacle_to_shared_memory",  # says why two workers cannot use shared memory
+    "without_own",  # leaves this host's own addresses out of a peer's address
     # This process
     "DEFAULT_OPTIONS",  # UCX's options that trio_ucx sets, for ``info``
     "descriptors",  # checks that enough file descriptors are left

@@ -45,7 +45,7 @@
  * In src/ucp, handlers compare the length of a message with that of its header; ids that come from a peer must be
  * indirect keys.
  *
- * What trio_ucx does. A data port lets in only connections that show a key, and hosts that the program admits
+ * What trio_ucx does. A data port lets in only connections that prove a key, and hosts that the program admits
  * (trio_ucx/_native/key_gate.c). A listener whose data port was closed goes on with another worker.
  */
 #include "common.h"

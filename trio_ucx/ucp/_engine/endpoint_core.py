@@ -435,8 +435,9 @@ class EndpointCore(Scope):
     def closed(self, handle: Any) -> None:
         """UCX has closed it."""
         lib.tu_endpoint_free(handle)
-        for admission in self.admissions:
-            admission.end()
+        if self.forcible:  # else UCX may use it until the worker ends
+            for admission in self.admissions:
+                admission.end()
         self.engine.endpoints.pop(self.id, None)
         live_handles.closed("endpoint")
 

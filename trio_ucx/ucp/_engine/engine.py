@@ -100,7 +100,8 @@ class Engine:
         receive_queue: makes the watch of its queue in shared memory.
 
     Raises:
-        OSError, UCXError: UCX does not tell the worker's attributes or address; too few descriptors are left.
+        OSError, UCXError: UCX does not tell the worker's attributes or address; too few descriptors are left; strangers
+            cannot be kept away from its TCP ports (PermissionError).
     """
 
     def __init__(
@@ -118,7 +119,9 @@ class Engine:
         self.efd: int = lib.tu_worker_efd(handle)
         self.run = TrioRun(self)
         self.identity = Identity.of(handle, context, client_id)
-        self.key_gate = KeyGate(handle, self.identity.address, self.identity.unknown_layout)
+        self.key_gate = KeyGate(
+            handle, self.identity.address, self.identity.unknown_layout, lambda: self.progress_task.safety_net.watch()
+        )
         self.endpoints_by_worker: EndpointsByWorker = EndpointsByWorker(lambda: self.progress_task.safety_net.watch())
         self.endpoints: dict[int, EngineEndpoint] = {}
         self.peer_processes = PeerProcesses(self.run)
@@ -308,6 +311,7 @@ class Engine:
         return bool(
             self.in_flight
             or self.endpoints_by_worker.idle
+            or self.key_gate.has_ended
             or self.tag_dispatch.sinks
             or self.tag_dispatch.undiscarded
             or self.receivers.awaited()

@@ -22,6 +22,7 @@ import trio
 from ..._native import lib
 from ..._util.contained import ignoring_late_run
 from .._quirks.descriptors import opened
+from .._quirks.key_gate import KeyGate
 from .arming import DEFER_SECONDS, TIMER_SECONDS, ArmingState
 from .batches import Batches
 from .endpoints_to_worker import EndpointsByWorker
@@ -46,6 +47,7 @@ class ProgressingEngine(AwaitedEngine, HostedEngine, Protocol):
 
     batches: Batches
     endpoints_by_worker: EndpointsByWorker
+    key_gate: KeyGate
     run: TrioRun
     tag_dispatch: TagDispatch
     waiting: Waiting
@@ -120,8 +122,8 @@ async def wait_timer(engine: ProgressingEngine, timer: int) -> bool:
 class SafetyNet:
     """Looks, while something is awaited, whether a worker has something to deliver although its descriptor is silent.
 
-    It also closes idle endpoints, and discards messages for which there was no memory. The timer's time is real, not
-    that of Trio's clock, which ``autojump_clock`` would jump.
+    It also closes idle endpoints, shuts connections whose keys have ended, and discards messages for which there was no
+    memory. The timer's time is real, not that of Trio's clock, which ``autojump_clock`` would jump.
     """
 
     def __init__(self, engine: ProgressingEngine) -> None:
@@ -150,6 +152,8 @@ class SafetyNet:
         engine = self._engine
         count = 0
         while await wait_timer(engine, self.timer):
+            if engine.key_gate.has_ended:
+                engine.guard(engine.key_gate.shut_ended)
             if self._interval == TIMER_SECONDS:
                 count = engine.progress_count
                 self._look_after(TIMER_SECONDS if engine.arming.timer_ended() else INTERVAL)

@@ -59,7 +59,7 @@ class WorkerStatistics:
             wrote to it (ucx-limits.md). Queues of the workers that took over its new Connections are counted, too.
         closed_memories: pieces of memory of the worker's context that were closed, and stay because peers still use
             them: see :meth:`Memory.close`.
-        strangers: connections to its TCP ports that were closed, because they showed no key.
+        strangers: connections to its TCP ports that were closed, because they brought no proof of a key.
         connections: the Connections of both sides, clients and servers, on this worker and on those that were opened
             for it: for ``isolate=True``, say.
     """

@@ -1,22 +1,23 @@
 """The key gate: keys that open the ports of UCX's TCP transport (data ports), and hosts that need none.
 
 UCX trusts everything that arrives at a data port. A stranger who speaks its protocol can write anywhere in our memory
-(``UCT_TCP_EP_PUT_REQ_AM_ID``), or end the process. A data port therefore lets in whoever shows one of its keys, and
-answers with the other key of the pair; ``_native/key_gate.c`` says how. This module decides on the keys:
+(``UCT_TCP_EP_PUT_REQ_AM_ID``), or end the process. A data port therefore lets in whoever proves that it knows one of
+its keys, and answers with a proof of its own; ``_native/key_gate.c`` says how. This module decides on the keys:
 
 * Each exchange of a Connection makes a pair, one key for each side's ports. The peer is let in with it before it can
   connect, and until the endpoint to it is closed.
 * A worker's public address has a pair, for raw endpoints. It lets in everybody who has the address, from the moment at
   which the program asks for it.
-* UCP programs without trio_ucx have no keys. Hosts that the user names (``Worker.admit``) need none.
+* UCP programs without trio_ucx cannot make a proof. Hosts that the user names (``Worker.admit``) need none, whatever
+  runs there.
 
 Nobody else reaches the data ports, and UCX connects to nobody else over TCP. Raw listeners have ports of their own,
 which the gate does not guard. None of this needs a privilege.
 
 Report: "A stranger at TCP's data port", in ucx-reports.md. Releases: all, 1.13 to 1.22. Not needed any more when
-UCX authenticates its TCP connections (``ucx-reports/data_port.c`` then has no effect). A worker gets no
-Connections if UCX listens at a port that ``key_gate.c`` has not seen, if a function of the C library could not be
-replaced in libucs, or if its worker address has an unknown layout. Tests: ``tests/test_key_gate.py``,
+UCX authenticates its TCP connections (``ucx-reports/data_port.c`` then has no effect). No worker opens if UCX listens
+at a port that ``key_gate.c`` has not seen, or if a function of the C library could not be replaced in libucs. A worker
+whose address has an unknown layout gets no Connections. Tests: ``tests/test_key_gate.py``,
 ``tests/test_protected_mode.py``.
 """
 
@@ -24,7 +25,8 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from typing import Any
@@ -64,10 +66,13 @@ class Admission:
         lib.tu_gate_know(self._native)
 
     def end(self) -> None:
-        """Takes the keys away. Connections that UCX has made stay. No effect if it has ended."""
+        """Takes the keys away. No effect if it has ended.
+
+        The connections that they have let in pass on to another pair of this peer, or are shut some seconds later.
+        """
         native, self._native = self._native, None
-        if native is not None and self._gate.handle is not None:
-            lib.tu_gate_remove(native)
+        if native is not None and self._gate.handle is not None and lib.tu_gate_remove(native):
+            self._gate.wait_to_shut()
 
 
 class KeyGate:
@@ -77,28 +82,42 @@ class KeyGate:
         handle: UCX's worker.
         address: the worker's, which says where UCX listens.
         unknown_layout: why UCX's address could not be read; None if it could.
+        watch: called when a pair has ended whose connections are to be shut: call :meth:`shut_ended` now and then from
+            here on.
 
     Attributes:
         handle: None once UCX's worker is destroyed.
         address: the worker's, without keys.
-        obstacle: why strangers cannot be kept away from the data ports; None if they can.
         networks: the hosts that need no key.
+        has_ended: whether there are connections to be shut.
+
+    Raises:
+        PermissionError: strangers cannot be kept away from the data ports.
     """
 
-    def __init__(self, handle: Any, address: WorkerAddress, unknown_layout: str | None) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        address: WorkerAddress,
+        unknown_layout: str | None,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
         self.handle: Any = handle
         self.networks: list[Network] = []
-        self.obstacle: str | None = None
         self.address = address
+        self.has_ended = False
+        self._watch = watch
+        self._unknown_layout = unknown_layout
         self._ports = self._find_ports()
         missing = lib.tu_gate_missing()
         if missing != ffi.NULL and (address.tcp_addresses or unknown_layout is not None):
-            self.obstacle = f"its libucs does not import {ffi.string(missing).decode()}() from the C library"
-        elif unknown_layout is not None:
-            self.obstacle = f"trio_ucx cannot read this UCX's worker address ({unknown_layout})"
-        elif not {port for _, port in address.tcp_addresses} <= {port for _, port in self._ports}:
+            raise _not_shut(
+                f"trio_ucx cannot replace {ffi.string(missing).decode()}() in its libucs: it does not import that from "
+                "the C library, or the system forbids to change its import table (seccomp, a security module)"
+            )
+        if not {port for _, port in address.tcp_addresses} <= {port for _, port in self._ports}:
             # The address of a loopback device does not say which IP address it has.
-            self.obstacle = "trio_ucx could not find where this UCX begins to listen"
+            raise _not_shut("trio_ucx could not find where this UCX begins to listen")
 
     def _find_ports(self) -> list[tuple[str, int]]:
         """Returns the addresses at which UCX listens for the worker."""
@@ -117,37 +136,41 @@ class KeyGate:
         return lib.tu_gate_lost(self.handle)
 
     def check_shut(self) -> None:
-        """Refuses a worker whose data ports strangers could reach, before it gets its first Connection.
+        """Refuses a worker that may have data ports of which the gate does not know, before its first Connection.
 
         Raises:
-            PermissionError: strangers cannot be kept away from its data ports.
+            PermissionError: it may.
         """
-        if self.obstacle is not None:
-            raise PermissionError(
-                errno.EPERM,
-                f"strangers cannot be kept away from UCX's TCP ports, because {self.obstacle}. Use UCX 1.13 to 1.22 as "
-                'a shared library, or a worker without TCP (config={"TLS": "sm,self"})',
-            )
+        if self._unknown_layout is not None:
+            raise _not_shut(f"trio_ucx cannot read this UCX's worker address ({self._unknown_layout})")
 
-    def let_in(self, pair: KeyPair, address: WorkerAddress | None) -> Admission:
+    def wait_to_shut(self) -> None:
+        """There are connections to be shut."""
+        self.has_ended = True
+        self._watch()
+
+    def shut_ended(self) -> None:
+        """Shuts the connections of pairs that have ended some time ago."""
+        self.has_ended = self.handle is not None and lib.tu_gate_shut_ended(self.handle)
+
+    def let_in(self, pair: KeyPair, address: WorkerAddress | None, epoch: int = 0) -> Admission:
         """Lets a peer in: it can connect to the data ports, and UCX can connect to its data ports.
 
-        The peer's loopback addresses are left out if it is on another host or in another network namespace: here they
-        are somebody else's.
+        UCX does not connect to addresses of this host if the peer is on another one, or in another network namespace.
 
         Args:
             address: the peer's; None if it is not known.
+            epoch: of the first nonces. The same key must not get the same epoch again.
 
         Raises:
             OSError: there is no memory for that (ENOMEM).
         """
-        places: list[tuple[str, int]] = []
+        peer = ffi.new("tu_peer_t *")
         if address is not None:
-            own, there = self.address.host, address.host
-            is_near = (own.process.host, own.network_namespace) == (there.process.host, there.network_namespace)
-            places = [(host, port) for host, port in address.tcp_addresses if is_near or not is_loopback(host)]
-        native_places = ffi.new("tu_address_t[]", [_native_address(host, port) for host, port in places])
-        native = lib.tu_gate_add(self.handle, pair.ours, pair.theirs, native_places, len(places))
+            places = ffi.new("tu_address_t[]", [_native_address(*place) for place in address.tcp_addresses])
+            peer.addresses, peer.count, peer.uid = places, len(places), address.uid
+            peer.is_here = self.address.host.shares_network(address.host)
+        native = lib.tu_gate_add(self.handle, pair.ours, pair.theirs, epoch, peer)
         if native == ffi.NULL:
             raise OSError(errno.ENOMEM, "no memory for the keys of a peer")
         return Admission(self, native)
@@ -182,7 +205,8 @@ class KeyGate:
         if not address.keys or not address.tcp_addresses:
             self.check_admitted(tcp_hosts(address))
             return None
-        return self.let_in(KeyPair(ours=address.keys[KEY_SIZE:], theirs=address.keys[:KEY_SIZE]), address)
+        pair = KeyPair(ours=address.keys[KEY_SIZE:], theirs=address.keys[:KEY_SIZE])
+        return self.let_in(pair, address, epoch=secrets.randbits(63))
 
     # ---- hosts that need no key ----
 
@@ -219,7 +243,7 @@ class KeyGate:
         if others:
             raise PermissionError(
                 errno.EPERM,
-                f"the peer at {', '.join(others)} cannot show a key: it has no trio_ucx, or was reached by its socket "
+                f"the peer at {', '.join(others)} has no key: it has no trio_ucx, or was reached by its socket "
                 f"address. To do without a key, open the worker with admit={others!r}, or call worker.admit(...): "
                 "every process on an admitted host can take over this program. (Workers of trio_ucx need no "
                 "admission if they exchange bytes(worker.address).)",
@@ -238,7 +262,7 @@ class KeyGate:
         if not self.networks:
             raise PermissionError(
                 errno.EPERM,
-                "clients of a raw listener cannot show a key, and this worker lets in nobody without one. Open it with "
+                "clients of a raw listener have no keys, and this worker lets in nobody without one. Open it with "
                 'admit=["127.0.0.1"] for this machine, or admit=["10.0.0.0/8"] for a network, or call worker.admit(): '
                 "every process on a host that is admitted can take over this program",
             )
@@ -256,6 +280,14 @@ def parse_networks(networks: Sequence[str]) -> list[Network]:
         if not isinstance(network, str):
             raise TypeError(f"a network must be a str, such as '10.0.0.0/8', not {type(network).__name__}")
     return [ip_network(network) for network in networks]
+
+
+def _not_shut(why: str) -> PermissionError:
+    return PermissionError(
+        errno.EPERM,
+        f"strangers cannot be kept away from UCX's TCP ports, because {why}. Use UCX 1.13 to 1.22 as a shared library, "
+        'or a worker without TCP (config={"TLS": "sm,self"})',
+    )
 
 
 def _native_address(host: str, port: int) -> tuple[int, bytes, int, int]:

@@ -12,6 +12,9 @@ All TCP devices stay in three cases: the user has named devices (``NET_DEVICES=e
 both ends of the control socket are on this machine, which every device reaches; or UCX has no TCP device at that
 address.
 
+Addresses that this host has itself are left out of the address of a peer on another host, or in another network
+namespace, unless none would be left: UCX would connect to somebody here (``key_gate.c`` refuses that).
+
 Before 1.20, UCX may also connect from a device that does not lead to the peer; nothing here changes that.
 
 Releases: all, 1.13 to 1.22. Not needed any more when UCX tries one address after another until a connection is up.
@@ -54,6 +57,28 @@ def at_control_socket(address: WorkerAddress, host: str, config: Mapping[str, st
     if not address.tcp_addresses or names_devices(config):
         return address
     return _with_tcp_at(address, frozenset({ip} if ip in address._tcp_hosts else _beside(ip, device)))
+
+
+def without_own(address: WorkerAddress, ours: WorkerAddress) -> WorkerAddress:
+    """Returns a peer's address without the TCP devices whose IP addresses this host has, if the peer is elsewhere."""
+    if not address.tcp_addresses or ours.host.shares_network(address.host):
+        return address
+    hosts = frozenset(host for host in address._tcp_hosts if not is_own(host))
+    return address if len(hosts) == len({*address._tcp_hosts}) else _without_others(address, hosts)
+
+
+def is_own(host: str) -> bool:
+    """True if this host has an IP address, in this network namespace."""
+    return lib.tu_is_own_address(ffi.new("tu_address_t *", (int(family_of(host)), host.encode(), 0, 0)))
+
+
+@lru_cache(maxsize=64)
+def _without_others(address: WorkerAddress, hosts: frozenset[str]) -> WorkerAddress:
+    try:
+        ucx, network = (with_tcp_at(part, hosts) if part else b"" for part in (address.ucx, address.network))
+    except ValueError:  # it has an unknown layout
+        return address
+    return address if ucx is None else _changed(address, hosts, ucx=ucx, network=network or b"")
 
 
 @lru_cache(maxsize=64)

@@ -151,7 +151,7 @@ def _sysv_problem(options: Mapping[str, str]) -> OSError | None:
         return OSError(
             errno.EPERM,
             "other members of this user's group could open UCX's System V segments (mode 0660), and trio_ucx cannot "
-            "change that, because this libucs does not import shmget() from the C library",
+            "change that, because it cannot replace shmget() in this libucs",
         )
     queue, buffers = _needed("SYSV", options)
     number = lib.tu_probe_sysv(queue, buffers)
