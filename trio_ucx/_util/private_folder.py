@@ -5,22 +5,33 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 #: Where every user can make a folder, in memory.
 SHARED = Path("/dev/shm")
+#: Where this exists, systemd's logind empties SHARED and XDG_RUNTIME_DIR of what belongs to a user who has logged out
+#: (RemoveIPC=), also while programs of the user go on; not of system users, whose numbers are below 1000.
+SYSTEMD, FIRST_USER = Path("/run/systemd/system"), 1000
 
 
-def private_folder() -> Path | None:
-    """Returns a folder of this user, which is made if it is missing; None if other users are in the way everywhere."""
+def private_folder(usable: Callable[[Path], object] = lambda folder: None) -> Path | None:
+    """Returns a folder of this user, which is made if it is missing; None if other users are in the way everywhere.
+
+    Args:
+        usable: raises OSError for a folder that does not do.
+    """
     name = f"trio_ucx-{os.geteuid()}"
     candidates = [SHARED / name, Path(tempfile.gettempdir(), name)]
     if (runtime := os.environ.get("XDG_RUNTIME_DIR", "")).startswith("/"):
         candidates.insert(1, Path(runtime, "trio_ucx"))
+    if os.geteuid() >= FIRST_USER and SYSTEMD.is_dir():
+        candidates.insert(0, candidates.pop())
     for folder in candidates:
         with suppress(OSError):
             if make_private(folder):
+                usable(folder)
                 return folder
     return None
 
