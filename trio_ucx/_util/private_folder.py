@@ -45,6 +45,7 @@ def make_private(folder: Path) -> bool:
     above = folder.parent.stat()
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
+        folder.chmod(0o700)  # the umask may have taken something away
     found, ours = folder.lstat(), os.geteuid()
     stays = above.st_uid in (0, ours) and (not above.st_mode & 0o022 or bool(above.st_mode & stat.S_ISVTX))
     return stays and stat.S_ISDIR(found.st_mode) and found.st_uid == ours and not found.st_mode & 0o077
