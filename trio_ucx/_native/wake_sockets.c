@@ -1,9 +1,9 @@
 /* Keeps other users away from the sockets by which UCX's shared memory wakes a worker that sleeps.
  *
  * sysv, posix and xpmem have a Unix datagram socket each, with a name that the kernel chooses in the abstract namespace
- * (uct_mm_iface_create_signal_fd). Everybody in the network namespace can send to it: an empty datagram makes
- * ucp_worker_arm fail, a flood keeps the worker awake. So for our workers libuct's bind() gives the socket a path in a
- * folder that only this user can enter. UCX passes the address on in the shared memory, and peers send to it. Other
+ * (uct_mm_iface_create_signal_fd). Everybody in the network namespace can send to it: an empty datagram ends the process
+ * (ucp_worker_iface_check_events_do) or makes ucp_worker_arm fail, a flood keeps the worker awake. For our workers,
+ * libuct's bind() gives the socket a path in a folder that only this user can enter. UCX passes the address on in the shared memory, and peers send to it. Other
  * users of the same libuct are not affected. */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -1,7 +1,7 @@
 """The sockets that wake a worker which sleeps on shared memory: in a folder that only this user can enter.
 
 UCX makes an abstract Unix socket for each kind of shared memory. Every process in the network namespace can send to
-it, of whatever user: an empty datagram breaks the worker, and a flood keeps it awake. ``_native/wake_sockets.c``
+it, of whatever user: an empty datagram ends the process or breaks the worker, and a flood keeps it awake. ``_native/wake_sockets.c``
 therefore gives the sockets of our workers a path. UCX passes that on to peers in the shared memory, so UCP programs of
 this user need not know of it.
 
@@ -10,7 +10,7 @@ its address (``WorkerAddress.wake_folder``). Where no folder can be had, workers
 
 A killed process leaves its sockets there. Whoever opens a worker removes some of those to which nobody listens.
 
-Report: "Shared memory: anybody can wake or break a worker", in ucx-reports.md. Releases: all, 1.13 to 1.22. Not
+Report: "Shared memory: anybody can send to the socket that wakes a worker", in ucx-reports.md. Releases: all, 1.13 to 1.22. Not
 needed any more when ``ucx-reports/empty_datagram.c`` no longer finds a socket to which it can send. Tests:
 ``tests/test_wake_sockets.py``, ``tests/test_doors.py``.
 """
