@@ -86,6 +86,7 @@ class Lib(Protocol):
     TU_BUSY: int
     TU_NAME_SIZE: int
     TU_KEY: int
+    TU_WAKE_FOLDER: int
 
     def tu_library_file(self) -> CData: ...
     def tu_library_version(self, major: CData, minor: CData, release: CData, /) -> None: ...

@@ -17,8 +17,8 @@ here.
     key_gate          strangers at the ports of UCX's TCP transport (data ports)
     stopped_queue     a killed writer stops a queue in shared memory
 
-What must happen inside UCX's calls is in C: ``_native/key_gate.c`` and ``log.c`` belong to the modules of these
-names, and ``wake_sockets.c``; ``sockets.c`` keeps a close from waiting for a full send buffer; ``keepalive.c`` leaves out endpoints without
+What must happen inside UCX's calls is in C: ``_native/key_gate.c``, ``log.c`` and ``wake_sockets.c`` belong to the
+modules of these names; ``sockets.c`` keeps a close from waiting for a full send buffer; ``keepalive.c`` leaves out endpoints without
 lanes; ``private_segments.c`` keeps other users out of shared memory. What an endpoint does after a forced close is in
 ``_engine/endpoint_core.py``.
 

@@ -1,17 +1,17 @@
 """The sockets that wake a worker which sleeps on shared memory: in a folder that only this user can enter.
 
 UCX makes an abstract Unix socket for each kind of shared memory. Every process in the network namespace can send to
-it, of whatever user: an empty datagram ends the process or breaks the worker, and a flood keeps it awake. ``_native/wake_sockets.c``
-therefore gives the sockets of our workers a path. UCX passes that on to peers in the shared memory, so UCP programs of
-this user need not know of it.
+it, of whatever user: an empty datagram ends the process or breaks the worker, and a flood keeps it awake.
+``_native/wake_sockets.c`` therefore gives the sockets of our workers a path. UCX passes that on to peers in the shared
+memory, so UCP programs of this user need not know of it.
 
 Both sides of a connection must have the same folder, or wake-ups would be lost. A worker therefore states its folder in
 its address (``WorkerAddress.wake_folder``). Where no folder can be had, workers have no shared memory.
 
 A killed process leaves its sockets there. Whoever opens a worker removes some of those to which nobody listens.
 
-Report: "Shared memory: anybody can send to the socket that wakes a worker", in ucx-reports.md. Releases: all, 1.13 to 1.22. Not
-needed any more when ``ucx-reports/empty_datagram.c`` no longer finds a socket to which it can send. Tests:
+Report: "Shared memory: anybody can send to the socket that wakes a worker", in ucx-reports.md. Releases: all, 1.13 to
+1.22. Not needed any more when ``ucx-reports/empty_datagram.c`` no longer finds a socket to which it can send. Tests:
 ``tests/test_wake_sockets.py``, ``tests/test_doors.py``.
 """
 
@@ -71,7 +71,7 @@ def _try(folder: Path) -> None:
         OSError: that does not work, or the path is too long.
     """
     if len(os.fsencode(folder)) >= lib.TU_WAKE_FOLDER:
-        raise OSError(errno.ENAMETOOLONG, f"{folder} is too long")
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), str(folder))
     path = folder / f"{random.SystemRandom().getrandbits(64):016x}{SUFFIX}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
         made.bind(os.fsencode(path))
