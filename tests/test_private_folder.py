@@ -65,3 +65,31 @@ def test_a_relative_runtime_folder_is_ignored(places: list[Path], monkeypatch: p
     monkeypatch.setenv("XDG_RUNTIME_DIR", "run")
     places[0].write_text("")
     assert private_folder() == places[2]
+
+
+@pytest.mark.parametrize(("user", "first"), [(999, 0), (1000, 2), (0, 0)])
+def test_what_systemd_empties_is_not_the_first_choice(
+    places: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user: int, first: int
+) -> None:
+    monkeypatch.setattr(module, "SYSTEMD", tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(module, "make_private", lambda folder: True)
+    found = private_folder()
+    assert found is not None and found.parent == places[first].parent
+
+
+def test_a_folder_that_does_not_do(places: list[Path]) -> None:
+    def refuse(folder: Path) -> None:
+        if folder == places[0]:
+            raise OSError
+
+    assert private_folder(refuse) == places[1]
+
+
+def test_any_umask(places: list[Path]) -> None:
+    before = os.umask(0o777)
+    try:
+        assert private_folder() == places[0]
+    finally:
+        os.umask(before)
+    assert places[0].lstat().st_mode & 0o7777 == 0o700

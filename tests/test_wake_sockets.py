@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -27,6 +28,7 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import lib
 from trio_ucx._util import private_folder as private_folder_module
+from trio_ucx.testing import internals
 from trio_ucx.ucp._quirks import shared_memory, wake_sockets
 from trio_ucx.ucp._transports import obstacle_to_shared_memory
 
@@ -312,6 +314,27 @@ async def test_an_address_states_its_folder(folder: Path) -> None:
     folder.rename(folder.with_name("moved"))
     async with ucp.open_worker() as other:
         assert other.address.wake_folder != one.address.wake_folder
+
+
+async def test_a_removed_folder_makes_messages_late(folder: Path) -> None:
+    """...not more: the safety net finds them, and counts them."""
+    config = {"TLS": "tcp,sysv,self"}
+    async with ucp.open_worker(config=config) as one, ucp.open_worker(config=config) as other:
+        async with open_pair(one, other, shared_memory=True) as (client, server):
+            await wake(client, server)
+            shutil.rmtree(folder)
+            async with trio.open_nursery() as nursery:
+
+                async def receive() -> None:
+                    with trio.fail_after(3):
+                        assert await server.receive() == b"late"
+
+                nursery.start_soon(receive)
+                await trio.testing.wait_all_tasks_blocked(0.05)
+                await client.send(b"late")
+        assert other.statistics().missed_events
+        for worker in (one, other):
+            internals(worker).counters["missed_events"] = 0  # the fixture expects none
 
 
 # ---- no folder, or no private sockets ----
