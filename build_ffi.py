@@ -37,6 +37,7 @@ SOURCES = [
     "key_gate.c",
     "keepalive.c",
     "private_segments.c",
+    "wake_sockets.c",
     "endpoint.c",
     "listener.c",
     "query.c",

@@ -17,16 +17,28 @@ from trio_ucx import ucp
 
 #: Kills children of its own, which open workers and talk over shared memory, at random moments of their first 150 ms;
 #: where none gets as far as that, of a longer time.
-#: Prints, as JSON, the files in /dev/shm that they left, the bytes in use of each SysV segment, and how far each got.
+#: Prints, as JSON, the files in /dev/shm that they left, the bytes in use of each SysV segment, how far each got, and
+#: how many wake-up sockets there were, then and after each of a few workers was opened.
 KILLER = """
 import json, os, random, signal, sys, time, trio, trio_ucx
 from pathlib import Path
 from trio_ucx import ucp
 
 KILLS, longest = 60, 0.15
+folder = Path("/dev/shm", f"trio_ucx-{os.geteuid()}")
+
+async def sweep():
+    counts = [len(list(folder.iterdir()))]
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
+    for _ in range(6):
+        async with ucp.open_worker():
+            pass
+        counts.append(len(list(folder.iterdir())))
+    return counts
 
 def files():
-    return set(os.listdir("/dev/shm"))
+    return set(os.listdir("/dev/shm")) - {folder.name}
 
 def segments(pids):
     names, *rows = (line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines())
@@ -64,7 +76,7 @@ for _ in range(KILLS):
     longest *= 1 if any(progress) else 1.1
     os.close(reading)
 time.sleep(0.5)  # the kernel may take a moment to free what a process had
-print(json.dumps([sorted(files() - before), segments(pids), progress]))
+print(json.dumps([sorted(files() - before), segments(pids), progress, trio.run(sweep)]))
 """
 
 #: Keeps the shared memory of other programs out of sight, where it can be had.
@@ -81,11 +93,13 @@ def alone() -> list[str]:
 
 def test_nothing_is_left() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "UCX_TLS"}
-    command = [*alone(), sys.executable, "-c", KILLER]
+    under = alone()
+    command = [*under, sys.executable, "-c", KILLER]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=120, text=True)
     assert done.returncode == 0, done.stderr
-    files, segments, progress = json.loads(done.stdout.splitlines()[-1])
+    files, segments, progress, sockets = json.loads(done.stdout.splitlines()[-1])
     assert files == [], "in /dev/shm"
+    assert not under or (sockets[0] > 0 and sockets[-1] == 0), sockets
     assert len(segments) <= len(progress) / 4 and sum(segments) == 0, segments
     assert "" in progress and progress != [""] * len(progress), "all were killed before, or after, they opened a worker"
 

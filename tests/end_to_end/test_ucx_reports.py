@@ -59,6 +59,7 @@ SHOWN = [
     Shown("false_address", ["true address: exit status 0", f"false address: {CRASHED}"]),
     Shown("unreachable_peer", [f"server: {CRASHED}"]),
     Shown("am_handlers", [rf"\d+ left: {CRASHED}"]),
+    Shown("empty_datagram", ["ucp_worker_arm before: Success", r"empty datagrams: [1-9]", f"worker: {CRASHED}"]),
     Shown("fence", [r"ucp_worker_fence took (0\.[2-9]|[1-9]\d*\.\d) seconds"], since=(1, 22)),
     Shown("ucm_stdout", [r".*UCX +WARN +cannot open /proc/self/maps for reading.*", "data"]),
 ]

@@ -86,7 +86,7 @@ def collect() -> dict[str, Any]:
     enabled: list[tuple[str, str]] = []
     config: dict[str, str] = {}
     chosen: dict[str, str] = {}
-    log = Log("trio_ucx.ucx")
+    log = Log("trio_ucx")
     try:
         with log, open_context() as context:
             enabled = resources(context)

@@ -76,6 +76,7 @@ typedef struct tu_buffers {
 } tu_buffers_t;
 
 #define TU_KEY 32              /* bytes of a key that opens the ports of UCX's TCP transport, and of a code made with it */
+#define TU_WAKE_FOLDER 86      /* room for the path of the folder of wake-up sockets: a socket's has at most 107 bytes */
 #define TU_DATA_PORTS 128      /* the most ports of a worker: UCX's limit for its transports */
 
 typedef struct tu_pair tu_pair_t;
@@ -184,6 +185,7 @@ bool tu_timer_ended(int fd);
 int tu_wait_create(int efd, int timer);
 int tu_probe_sysv(size_t one, size_t other);
 bool tu_keep_segments_private(void);
+bool tu_keep_wakes_private(void);
 int tu_probe_thread(void);
 int tu_descriptors_left(int wanted);
 bool tu_readable(int fd);
@@ -217,9 +219,10 @@ void tu_text_free(char *text);
 
 /* worker.c */
 int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_port_range_t *range,
-                     tu_worker_t **out);
+                     const char *wake_folder, tu_worker_t **out);
 void tu_worker_destroy(tu_worker_t *worker);
 int tu_worker_efd(tu_worker_t *worker);
+const char *tu_worker_wake_folder(tu_worker_t *worker);
 uint64_t tu_worker_memory_types(tu_worker_t *worker);
 int tu_worker_address(tu_worker_t *worker, bool net_only, char *out, size_t *size);
 void tu_worker_counts(tu_worker_t *worker, tu_counts_t *out);

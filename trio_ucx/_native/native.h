@@ -93,6 +93,18 @@ tu_gate_t *tu_gate_enter(tu_gate_t *gate);
 void tu_gate_leave(tu_gate_t *before);
 uint64_t tu_gate_strangers(const tu_gate_t *gate);
 
+/* ---- wake-up sockets (wake_sockets.c) ---- */
+
+/* How the names of these sockets end. */
+#define TU_WAKE_SUFFIX ".wake"
+
+typedef struct tu_wake {
+    char folder[TU_WAKE_FOLDER]; /* "": the worker is not to have such sockets */
+    unsigned sockets;            /* how many it has made */
+} tu_wake_t;
+
+void tu_wake_opening(tu_wake_t *wake);
+
 /* ---- UCX's log (log.c) ---- */
 
 /* Logs a line of ours, at INFO, in any thread. Its number is 0. */
@@ -228,6 +240,7 @@ struct tu_worker {
     ucp_worker_h worker;
     const tu_context_t *context;
     tu_gate_t *gate;
+    tu_wake_t wake;
     int efd;
     bool knows_user_data;      /* UCX 1.18 can be asked for an endpoint's user data */
     bool loses_info;           /* UCX 1.13 does not say what was received when a receive completes at once */

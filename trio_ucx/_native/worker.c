@@ -32,7 +32,7 @@ void tu_worker_destroy(tu_worker_t *worker)
 }
 
 /* Allocates everything but UCX's worker. */
-static tu_worker_t *worker_allocate(tu_context_t *context, const tu_port_range_t *range)
+static tu_worker_t *worker_allocate(tu_context_t *context, const tu_port_range_t *range, const char *wake_folder)
 {
     tu_worker_t *worker = tu_calloc(1, sizeof(*worker));
 
@@ -43,6 +43,7 @@ static tu_worker_t *worker_allocate(tu_context_t *context, const tu_port_range_t
     worker->streams         = (context->features & UCP_FEATURE_STREAM) != 0;
     worker->knows_user_data = tu_ucx_has(1, 18);
     worker->loses_info      = !tu_ucx_has(1, 17);
+    strncpy(worker->wake.folder, wake_folder, sizeof(worker->wake.folder) - 1);
     tu_list_init(&worker->hooks);
     tu_long_open(worker);
     tu_list_init(&worker->endpoints);
@@ -79,7 +80,9 @@ static ucs_status_t worker_create_ucx(tu_worker_t *worker, const char *name, uin
     }
     tu_keepalive_guard();
     before = tu_gate_enter(worker->gate);
+    tu_wake_opening(&worker->wake);
     status = ucp_worker_create(worker->context->context, &params, &worker->worker);
+    tu_wake_opening(NULL);
     tu_gate_leave(before);
     range->used_up = tu_gate_ready(worker->gate);
     if (status != UCS_OK) {
@@ -93,11 +96,11 @@ static ucs_status_t worker_create_ucx(tu_worker_t *worker, const char *name, uin
     return status;
 }
 
-/* A client id of 0 means none. */
+/* A client id of 0 means none; a wake_folder of "", no wake-up sockets. */
 int tu_worker_create(tu_context_t *context, const char *name, uint64_t client_id, tu_port_range_t *range,
-                     tu_worker_t **out)
+                     const char *wake_folder, tu_worker_t **out)
 {
-    tu_worker_t *worker = worker_allocate(context, range);
+    tu_worker_t *worker = worker_allocate(context, range, wake_folder);
     ucs_status_t status;
 
     if (worker == NULL) {

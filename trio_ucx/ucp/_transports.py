@@ -15,8 +15,8 @@ def obstacle_to_shared_memory(ours: WorkerAddress, theirs: WorkerAddress, *, err
     """Returns why the two sides cannot use shared memory, in words for the user; None if they can.
 
     UCX itself checks less. Shared segments need the same IPC namespace, copies by process id need the same PID
-    namespace, and waking a sleeping peer, by an abstract Unix socket, needs the same network namespace. The kernel
-    gives access only to the same user.
+    namespace, and waking a sleeping peer, by a Unix socket, needs the same folder. The kernel gives access only to the
+    same user.
 
     Args:
         ours, theirs: addresses of workers of trio_ucx, which describe themselves.
@@ -46,6 +46,8 @@ def obstacle_to_shared_memory(ours: WorkerAddress, theirs: WorkerAddress, *, err
     if not common:
         kinds = " and ".join(sorted(ours.shared_memory_kinds | theirs.shared_memory_kinds))
         return f"the two sides have different kinds of shared memory ({kinds}: see the option TLS, or UCX_TLS)"
+    if ours.wake_folder != theirs.wake_folder or not any(ours.wake_folder):
+        return "the two sides have different folders for wake-up sockets (they need the same /dev/shm, or /tmp)"
     return next(filter(None, (differences(ours.sizes, theirs.sizes, kind) for kind in common)), None)
 
 

@@ -39,6 +39,7 @@ LAYOUT = Layout(
     Field("the IPC namespace", "Q"),
     Field("the network namespace", "Q"),
     Field("the worker's uid", "Q"),
+    Field("the folder of its wake-up sockets", "16s"),
     Field("UCX's major version", "B"),
     Field("UCX's minor version", "B"),
     Field("error handling", "B", 0, 1),
@@ -87,6 +88,8 @@ class WorkerAddress:
     # The rest is known only of workers of trio_ucx.
     #: Its release of UCX, the first two numbers.
     release: tuple[int, int] = (0, 0)
+    #: Its wake-up folder (``_quirks/wake_sockets.py``); zeros if it has none.
+    wake_folder: bytes = bytes(16)
     #: UCX's address without shared memory; empty if it has no other transport.
     network: bytes = b""
     #: The kinds of shared memory in UCX's address.
@@ -203,6 +206,7 @@ def _encode(address: WorkerAddress) -> bytes:
             *attrs.astuple(process),
             *host,
             address.uid,
+            address.wake_folder,
             *address.release,
             address.shared_memory,
             sum(1 << bit for bit, kind in enumerate(SHARED_MEMORY) if kind in address.shared_memory_kinds),
@@ -249,7 +253,8 @@ def _decode(data: bytes) -> dict[str, Any]:
         )
     *values, ucx_length, network_length, tcp_count, keys_length = LAYOUT.unpack(body)
     numbers, sizes = values[: -len(AGREED)], tuple(values[-len(AGREED) :])
-    *process, user, ipc_namespace, network_namespace, uid, major, minor, shared_memory, kinds, features = numbers
+    host, (uid, wake_folder, major, minor, shared_memory, kinds, features) = numbers[:-7], numbers[-7:]
+    *process, user, ipc_namespace, network_namespace = host
     network_at = LAYOUT.size + ucx_length
     tcp_at = network_at + network_length
     keys_at = tcp_at + tcp_count * _TCP_ADDRESS.size
@@ -260,6 +265,7 @@ def _decode(data: bytes) -> dict[str, Any]:
         "network": body[network_at:tcp_at],
         "host": Host(Process(*process), user, ipc_namespace, network_namespace),
         "uid": uid,
+        "wake_folder": wake_folder,
         "release": (major, minor),
         "shared_memory": bool(shared_memory),
         "shared_memory_kinds": frozenset(kind for bit, kind in enumerate(SHARED_MEMORY) if kinds & 1 << bit),

@@ -7,10 +7,11 @@ from typing import Any
 
 import attrs
 
-from ..._native import lib, ucx
+from ..._native import ffi, lib, ucx
 from ..._util.process import this_host
 from .._attributes import WorkerAttributes, query_worker
 from .._context import Context
+from .._quirks import wake_sockets
 from .._quirks.address_layout import ParsedAddress, parse_worker_address, read_uid
 from .._quirks.option_limits import longest_am_header
 from .._status import read_sized
@@ -63,6 +64,7 @@ class Identity:
                 network=network,
                 host=this_host(),
                 uid=read_uid(blob),
+                wake_folder=wake_sockets.identify(ffi.string(lib.tu_worker_wake_folder(handle))),
                 release=(ucx.version[0], ucx.version[1]),
                 shared_memory=context._shared_memory_handles_errors,
                 shared_memory_kinds=parsed.shared_memory,

@@ -75,11 +75,11 @@ def _create_worker(context: Context, native: Any, name: str | None, client_id: i
     doing = "opening a worker"
     descriptors.require(context._descriptors_per_worker, doing)
     descriptors.require_thread(doing)
-    shared_memory.check(context._options_in_force)
+    wake_folder = shared_memory.check(context._options_in_force)
     out = ffi.new("tu_worker_t **")
     lowest, highest = context._tcp_port_range
     ports = ffi.new("tu_port_range_t *", {"lowest": lowest, "highest": highest})
-    status = lib.tu_worker_create(native, native_name(name), client_id or 0, ports, out)
+    status = lib.tu_worker_create(native, native_name(name), client_id or 0, ports, wake_folder, out)
     if ports.used_up:
         raise _no_free_port(context)
     if status != Status.OK:

@@ -9,6 +9,7 @@ here.
     default_options   options that trio_ucx sets
     option_limits     values of options with which UCX crashes, hangs or loses messages
     shared_memory     a kind of shared memory that is not available keeps UCX from opening a worker
+    wake_sockets      anybody can send to the sockets that wake a worker which sleeps on shared memory
     descriptors       few file descriptors left end the process
     forks             a forked child must not use UCX
     log               UCX logs to stdout
@@ -16,10 +17,10 @@ here.
     key_gate          strangers at the ports of UCX's TCP transport (data ports)
     stopped_queue     a killed writer stops a queue in shared memory
 
-What must happen inside UCX's calls is in C: ``_native/key_gate.c`` and ``log.c`` belong to the modules of these
-names; ``sockets.c`` keeps a close from waiting for a full send buffer; ``keepalive.c`` leaves out endpoints without
-lanes; ``private_segments.c`` keeps other users out of shared memory. What an endpoint does after a forced close is in
-``_engine/endpoint_core.py``.
+What must happen inside UCX's calls is in C: ``_native/key_gate.c``, ``log.c`` and ``wake_sockets.c`` belong to the
+modules of these names; ``sockets.c`` keeps a close from waiting for a full send buffer; ``keepalive.c`` leaves out
+endpoints without lanes; ``private_segments.c`` keeps other users out of shared memory. What an endpoint does after a
+forced close is in ``_engine/endpoint_core.py``.
 
 The modules import what they need of ``ucp``; ``tests/test_layers.py`` has their places.
 """

@@ -15,12 +15,13 @@ import errno
 import logging
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ..._native import lib, ucx
 from .._status import Status, UCXError
-from . import option_limits
+from . import option_limits, wake_sockets
+from .address_layout import SHARED_MEMORY
 
 logger = logging.getLogger("trio_ucx")
 
@@ -35,7 +36,7 @@ _ALONE = {"self", "cma", "knem", "xpmem"}
 #: only.
 _NO_POSIX = {"POSIX_SHM_MIN_SIZE": "inf"} if ucx.version >= (1, 17) else {}
 #: The statuses with which UCX fails for lack of shared memory.
-_FAILURES = {Status.NO_MEMORY, Status.NO_RESOURCE, Status.SHMEM_SEGMENT}
+_FAILURES = {Status.NO_MEMORY, Status.NO_RESOURCE, Status.SHMEM_SEGMENT, Status.IO_ERROR}
 
 
 def restrict(options: Mapping[str, str]) -> dict[str, str]:
@@ -48,15 +49,14 @@ def restrict(options: Mapping[str, str]) -> dict[str, str]:
         OSError: no transport is left that could reach another process.
     """
     wanted = _wanted(options)
-    sysv, posix = _allows(wanted, "sysv"), _allows(wanted, "posix")
-    problems = _problems(options)
+    kinds, problems = _kinds(wanted), _problems(options)
     changes: dict[str, str] = {}
-    if "posix" in problems or (posix and sysv and not problems and "posix" not in wanted):
+    if {"sysv", "posix"} <= {*kinds} and not problems and "posix" not in wanted:
         changes = {name: value for name, value in _NO_POSIX.items() if name not in options}
-    if "sysv" in problems:
-        changes["TLS"] = _without_sysv(wanted, "posix" not in problems)
-    if problems and len(problems) == sysv + posix:
-        reasons = "; ".join(str(problem.strerror) for problem in problems.values())
+    if problems:
+        changes["TLS"] = _without(wanted, problems)
+    if problems and len(problems) == len(kinds):
+        reasons = "; ".join(dict.fromkeys(str(problem.strerror) for problem in problems.values()))
         if not wanted[0].startswith("^") and all(_is_local(each) for each in wanted):
             number = next(iter(problems.values())).errno
             raise OSError(
@@ -66,19 +66,27 @@ def restrict(options: Mapping[str, str]) -> dict[str, str]:
     return changes
 
 
-def check(options: Mapping[str, str]) -> None:
+def check(options: Mapping[str, str]) -> bytes:
     """Refuses to create a worker with POSIX shared memory if /dev/shm has no room for it, or cannot be written to.
 
     :func:`restrict` saw that it had; UCX 1.22 crashes now and then (SIGSEGV).
 
+    Returns:
+        The folder for the worker's wake-up sockets; empty if it has no shared memory.
+
     Raises:
-        OSError: it has not.
+        OSError: it has not, or there is no such folder any more.
     """
-    if options.get("POSIX_SHM_MIN_SIZE") == "inf" or not _allows(_wanted(options), "posix"):
-        return
-    problem = _posix_problem(options, sum(_needed("POSIX", options)))
-    if problem is not None:
-        raise problem
+    kinds = _kinds(_wanted(options))
+    if "posix" in kinds and options.get("POSIX_SHM_MIN_SIZE") != "inf":
+        problem = _posix_problem(options, sum(_needed("POSIX", options)))
+        if problem is not None:
+            raise problem
+    if not kinds:
+        return b""
+    folder = wake_sockets.find_folder()
+    wake_sockets.sweep(folder)
+    return folder
 
 
 def explain(status: int, doing: str, options: Mapping[str, str]) -> Exception:
@@ -102,13 +110,28 @@ def _wanted(options: Mapping[str, str]) -> list[str]:
 
 def _problems(options: Mapping[str, str]) -> dict[str, OSError]:
     """The kinds of shared memory that the options allow and that are not available, with the reasons."""
-    wanted = _wanted(options)
+    kinds = _kinds(_wanted(options))
     problems: dict[str, OSError] = {}
-    if _allows(wanted, "sysv") and (problem := _sysv_problem(options)):
+    try:
+        if kinds:
+            wake_sockets.find_folder()
+    except OSError as error:
+        return dict.fromkeys(kinds, error)
+    if "sysv" in kinds and (problem := _sysv_problem(options)):
         problems["sysv"] = problem
-    if _allows(wanted, "posix") and (problem := _posix_problem(options)):
+    if "posix" in kinds and (problem := _posix_problem(options)):
         problems["posix"] = problem
     return problems
+
+
+def _kinds(wanted: list[str]) -> list[str]:
+    """The kinds of shared memory that are allowed, and that this machine may have."""
+    return [kind for kind in SHARED_MEMORY if _allows(wanted, kind) and (kind != "xpmem" or _has_device(kind))]
+
+
+def _has_device(transport: str) -> bool:
+    """True if a transport needs no device, or has it."""
+    return transport not in ("knem", "xpmem") or os.path.exists(f"/dev/{transport}")
 
 
 def _allows(wanted: list[str], transport: str) -> bool:
@@ -121,20 +144,16 @@ def _is_local(name: str) -> bool:
     return name in _ALIASES or name in _ALONE or name in ("sysv", "posix")
 
 
-def _without_sysv(wanted: list[str], posix: bool) -> str:
-    """Returns the transports without sysv, and without posix where that is not available."""
+def _without(wanted: list[str], kinds: Collection[str]) -> str:
+    """Returns the transports without some kinds of shared memory."""
     if wanted[0].startswith("^"):
-        return ",".join([*wanted, "sysv"])
+        return ",".join([*wanted, *kinds])
     if any(each in _EVERYTHING for each in wanted):
-        return "^sysv"
+        return f"^{','.join(kinds)}"
     left: list[str] = []
     for each in wanted:
-        if each in _ALIASES:
-            left += ["posix"] * posix
-            left += [name for name in _ALIASES[each] if name == "cma" or os.path.exists(f"/dev/{name}")]
-        elif each != "sysv" and (each != "posix" or posix):
-            left.append(each)
-    return ",".join(dict.fromkeys(left))
+        left += filter(_has_device, ("sysv", "posix", *_ALIASES[each])) if each in _ALIASES else [each]
+    return ",".join(dict.fromkeys(each for each in left if each not in kinds))
 
 
 def _needed(kind: str, options: Mapping[str, str]) -> tuple[int, int]:
