@@ -11,7 +11,6 @@ import importlib.util
 import os
 import re
 import socket
-import stat
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import ClassVar
 
 import attrs
 
+from .._util.private_folder import make_private
 from .._util.text import printable
 from ._slurm_lists import expand_counts, expand_nodelist
 from ._variables import MEETING, SIZE, AtFile, AtPort, Found, Meeting, ThroughMPI, Variables
@@ -282,14 +282,9 @@ def _port_for(*parts: object) -> int:
 def _private_folder(parent: Path) -> Path:
     """A folder of this user's own in a folder where everybody can write, such as /tmp."""
     folder = parent / f"trio_ucx-{os.geteuid()}"
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not make_private(folder):
         raise PermissionError(
-            f"{printable(str(folder))} must be a folder that only this user can enter, but belongs to user "
-            f"{found.st_uid}, with mode {stat.S_IMODE(found.st_mode):04o}: remove it, or set {MEETING}"
+            f"{printable(str(folder))} must be a folder that only this user can enter or replace: remove it, or set "
+            f"{MEETING}"
         )
     return folder

@@ -1,0 +1,67 @@
+"""Folders that only this user can enter: what another user has put in the way is not used."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trio_ucx._util import private_folder as module
+from trio_ucx._util.private_folder import make_private, private_folder
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The three folders that are tried, none of which exists."""
+    name = f"trio_ucx-{os.geteuid()}"
+    shared, runtime, temporary = (tmp_path / one for one in ("shm", "run", "tmp"))
+    for folder in (shared, runtime, temporary):
+        folder.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setattr(module, "SHARED", shared)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    return [shared / name, runtime / "trio_ucx", temporary / name]
+
+
+def open_to_others(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o755)
+
+
+IN_THE_WAY: dict[str, Callable[[Path], object]] = {
+    "a file": lambda path: path.write_text(""),
+    "a link": lambda path: path.symlink_to(path.parent),
+    "a folder that others can enter": open_to_others,
+    "a FIFO": lambda path: os.mkfifo(path),
+}
+if os.geteuid() == 0:
+    IN_THE_WAY["a folder of another user"] = lambda path: (path.mkdir(0o700), os.chown(path, 12345, -1))
+
+
+@pytest.mark.parametrize("kind", IN_THE_WAY)
+def test_the_next_place_is_used(places: list[Path], kind: str) -> None:
+    for place in places:
+        assert private_folder() == place == private_folder()
+        assert place.lstat().st_mode & 0o7777 == 0o700
+        place.rmdir()
+        IN_THE_WAY[kind](place)
+        assert not make_private(place)
+    assert private_folder() is None
+
+
+def test_where_others_can_rename_it(tmp_path: Path) -> None:
+    (tmp_path / "above").mkdir()
+    (tmp_path / "above").chmod(0o777)
+    assert not make_private(tmp_path / "above" / "folder")
+    (tmp_path / "above").chmod(0o1777)
+    assert make_private(tmp_path / "above" / "folder")
+
+
+def test_a_relative_runtime_folder_is_ignored(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "run")
+    places[0].write_text("")
+    assert private_folder() == places[2]
