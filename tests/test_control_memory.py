@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import socket
 import ssl
 import struct
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
-from helpers import Certificates, open_listener, until
+import trustme
+from helpers import SANITIZED, Certificates, open_listener, resident, until
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._handshake.control_stream import CHUNK, MAX_TLS_BYTES, TLS
+from trio_ucx._handshake.control_stream import CHUNK, MAX_TLS_BYTES, MAX_TLS_HANDSHAKE_BYTES, TLS
 from trio_ucx._handshake.exchange import MAX_FRAME, Exchange, FrameKind
 from trio_ucx._rules.wire import MAGIC, VERSION
 from trio_ucx.testing import internals
@@ -161,7 +167,7 @@ def test_flood(kind: str, is_client: bool, certificates: Certificates) -> None:
                 else:
                     attacked.receive(data[at : at + CHUNK])
                     with contextlib.suppress(ssl.SSLWantReadError):
-                        attacked.object.do_handshake()
+                        attacked.do_handshake()
                 assert attacked.incoming.pending + len(exchange._buffer) <= MOST_KEPT
                 assert attacked.outgoing.pending <= MAX_TLS_BYTES
 
@@ -286,3 +292,85 @@ async def test_open_connections(kind: str, is_client: bool, worker: ucp.Worker, 
             client.abort()
             server.abort()
             assert [each for each in kept() if isinstance(each, TLS) or each._buffer] == []
+
+
+# ---- what a client costs that was not let in: docs/operation/security.md ----
+
+SERVER = """
+import ssl, sys, trio, trio_ucx
+
+async def main():
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=f"{sys.argv[1]}/ca.pem")
+    context.load_cert_chain(f"{sys.argv[1]}/server.pem")
+    context.verify_mode = ssl.CERT_REQUIRED
+    [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", authkey=b"k" * 32, ssl_context=context)
+    print(listener.address[1], flush=True)
+    await trio.sleep_forever()
+
+trio.run(main)
+"""
+#: The most that such a client sends: a preamble, and nearly all of an OPEN, which it could not end rightly.
+UNPROVEN = MAGIC + struct.pack("<HH", VERSION, 1) + bytes(32) + struct.pack("<IB", MAX_FRAME, FrameKind.OPEN)
+UNPROVEN += bytes(MAX_FRAME - 100)
+
+
+def many_certificates(size: int) -> bytes:
+    """Small certificates that nobody has asked for, in PEM: OpenSSL needs most memory for those."""
+    found = b""
+    while size > 0:
+        one = trustme.CA().cert_pem.bytes()
+        size -= len(ssl.PEM_cert_to_DER_cert(one.decode()))
+        found += one
+    return found
+
+
+@pytest.mark.skipif(bool(SANITIZED), reason="a checker keeps what was freed")
+@pytest.mark.parametrize(
+    ("certificates_of", "most"), [("nobody", 200), ("the authority", 200), ("the authority, many", 500)]
+)
+def test_what_a_client_costs(certificates_of: str, most: int, tmp_path: Path) -> None:
+    """KiB for each client that was not let in; with a certificate, and without, that the listener trusts."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    authority.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "server.pem"))
+    pem = authority.issue_cert("client").private_key_and_cert_chain_pem.bytes()
+    if "many" in certificates_of:
+        pem += many_certificates(MAX_TLS_HANDSHAKE_BYTES - 3500)
+    (tmp_path / "client.pem").write_bytes(pem)
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    context.load_cert_chain(tmp_path / "client.pem")
+    count, sockets = 60, []
+
+    def connect(port: int) -> None:
+        control = socket.create_connection(("127.0.0.1", port))
+        if certificates_of == "nobody":  # a ClientHello that does not end
+            sockets.append(control)
+            control.sendall(record(22, b"\x01" + (MAX_TLS_HANDSHAKE_BYTES - 100).to_bytes(3, "big")))
+            control.sendall(record(22, bytes(15_000)) * 2)
+        else:
+            sockets.append(context.wrap_socket(control, server_hostname="localhost"))
+            sockets[-1].sendall(UNPROVEN)
+
+    command = [sys.executable, "-c", SERVER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            for _ in range(20):
+                connect(port)
+            time.sleep(0.5)
+            before = resident(server.pid)
+            for _ in range(count):
+                connect(port)
+            time.sleep(0.5)
+            each = (resident(server.pid) - before) / count / 1024
+            for control in sockets:
+                control.setblocking(False)
+                with pytest.raises((BlockingIOError, ssl.SSLWantReadError)):  # it was not turned away
+                    while control.recv(1000):
+                        pass
+        finally:
+            server.kill()
+            for control in sockets:
+                control.close()
+    assert 10 < each < most, each

@@ -17,12 +17,13 @@ import hanging_programs
 import pytest
 import trio
 from helpers import Peer, open_listener, open_pair, open_peer, open_raw_pair, until
-from networks import QUIET, need, open_network
+from networks import QUIET, as_user, need, open_network, unshare
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._cli.errors import NoReport
-from trio_ucx._cli.report import ask
+from trio_ucx._cli.report import _open_memfd, ask
+from trio_ucx._report.reporting import mark_of
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.engine import Engine
 
@@ -473,34 +474,79 @@ def test_process_with_another_handler() -> None:
 async def test_requests_that_were_killed_and_that_are_under_way() -> None:
     async with open_program("blocked_loop") as program:
         assert await program.hear() == "ready"
-        path = Path(f"/tmp/trio_ucx-report-{os.geteuid()}-{program.process.pid}.text")
-        os.mkfifo(path, 0o600)  # as a killed one leaves it
-        assert "report of process" in await report_of(program)
-        assert not path.exists()
-        os.mkfifo(path, 0o600)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        memfd = _open_memfd(program.process.pid, signal.SIGUSR1)
+        assert memfd is not None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            for kind in (b"text", b"busy", b"done"):  # as a killed one leaves it
+                os.pwrite(memfd, kind, 0)
+                assert "report of process" in await report_of(program)
+            fcntl.flock(memfd, fcntl.LOCK_EX)
             with pytest.raises(NoReport, match="another request for a report of this process is under way"):
                 await report_of(program)
         finally:
-            os.close(descriptor)
-            path.unlink()
+            os.close(memfd)
+        assert "report of process" in await report_of(program, "json")
 
 
-async def test_path_that_others_have_taken(tmp_path: Path) -> None:
-    """Nothing is written to a link, or to a file that is no FIFO."""
-    async with open_program("blocked_loop") as program:
+def test_a_signal_without_a_request_after_a_killed_one(tmp_path: Path) -> None:
+    """The report goes to the file, although an earlier request was never answered."""
+    program = (
+        "import os, signal, sys, trio_ucx; trio_ucx.report_on_signal(file=open(sys.argv[1], 'w'))\n"
+        "from trio_ucx._report import reporting\n"
+        "os.pwrite(reporting._mailboxes[signal.SIGUSR1][0], b'text', 0)\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "os.closerange(3, 100); open(sys.argv[1] + '2', 'w'); os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path / "report"], check=True, timeout=60)
+    assert (tmp_path / "report").read_text().startswith("trio_ucx report of process ")
+    assert (tmp_path / "report2").read_text() == "", "a program that has closed all descriptors"
+
+
+def children(pid: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+@pytest.mark.parametrize("where", ["another user", "a container", "a container of another user"])
+async def test_a_process_elsewhere(where: str) -> None:
+    """root asks; the process has another user, or a PID namespace, a ``/tmp`` and a ``/dev/shm`` of its own."""
+    under: list[str] = []
+    if "container" in where:
+        mount = 'mount -t tmpfs none /dev/shm && exec "$@"'
+        under += [*unshare("pid", "mount", "ipc"), "sh", "-c", mount, "sh"]
+    if "user" in where:
+        under += as_user(65534)
+    async with open_program("blocked_loop", under=under) as program:
         assert await program.hear() == "ready"
-        path = Path(f"/tmp/trio_ucx-report-{os.geteuid()}-{program.process.pid}.text")
-        target = tmp_path / "target"
-        target.write_text("mine")
-        path.symlink_to(target)
-        try:
-            with pytest.raises(NoReport, match=f"exists, of user {os.geteuid()}: "):
-                await report_of(program)
-            program.signal(signal.SIGUSR1)
-            assert "report of process" in await report_of(program, "json")
-            assert target.read_text() == "mine"
-        finally:
-            path.unlink()
+        pid = program.process.pid
+        while children(pid):
+            [pid] = children(pid)
+        for kind in ("text", "json"):
+            report = await trio.to_thread.run_sync(ask, pid, signal.SIGUSR1, kind)
+            assert "report of process" in report
+    if where == "another user":
+        asks = [*as_user(65533), sys.executable, "-m", "trio_ucx", "report", str(os.getpid())]
+        done = subprocess.run(asks, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and "belongs to another user" in done.stderr
+
+
+def test_a_file_that_passes_for_a_request(tmp_path: Path) -> None:
+    """A process that can only read a file does not make root write to it."""
+    name = f"memfd:{mark_of(signal.SIGUSR1)} "
+    program = (
+        "import ctypes, os, signal, sys\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+        "os.chdir(sys.argv[1])\n"
+        "assert ctypes.CDLL(None).pivot_root(b'.', b'.') == ctypes.CDLL(None).umount2(b'.', 2) == 0\n"
+        "descriptor = os.open('/' + sys.argv[2], os.O_RDONLY)\n"
+        "print(flush=True); input()\n"
+    )
+    shell = 'mount -t tmpfs none "$0" && printf precious > "$0/$1" && exec "$2" -c "$3" "$0" "$1"'
+    command = [*unshare("mount"), "sh", "-c", shell, str(tmp_path), name, sys.executable, program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
+        held = [path for path in Path(f"/proc/{process.pid}/fd").iterdir() if os.readlink(path) == f"/{name}"]
+        assert len(held) == 1
+        with pytest.raises(NoReport, match="has not called trio_ucx.report_on_signal"):
+            ask(process.pid, signal.SIGUSR1)
+        assert held[0].read_text() == "precious"
+        process.communicate(b"\n", timeout=30)

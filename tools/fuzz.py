@@ -21,7 +21,9 @@ MOST_KEPT = 300
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Fuzzes what strangers and peers may send, guided by coverage.")
-    parser.add_argument("target", choices=["frame", "description", "address", "exchange", "connection"])
+    parser.add_argument(
+        "target", choices=["frame", "description", "address", "exchange", "rank_message", "call", "connection"]
+    )
     parser.add_argument("--inputs", type=int, default=1_000_000, help="how many inputs (1,000,000)")
     parser.add_argument("--seed", type=int, default=0, help="0: another one each time; printed")
     parser.add_argument("--keep", action="store_true", help="keeps what reached new code in the corpus")

@@ -22,6 +22,8 @@ from trio_ucx._handshake.peer_description import PeerDescription
 from trio_ucx._rules import wire
 from trio_ucx._rules.life import Loss
 from trio_ucx._rules.tag_queue import Want
+from trio_ucx.mesh import _messages as mesh_messages
+from trio_ucx.rpc import _messages as rpc_messages
 from trio_ucx.ucp import WorkerAddress
 from trio_ucx.ucp._memory.buffers import Pinned
 from trio_ucx.ucp._quirks.address_layout import parse_worker_address
@@ -116,6 +118,31 @@ def exchange(data: bytes) -> None:
         sent += peer.data_to_send()
     feed(side, sent, [1 + reader.below(400) for _ in range(reader.below(6))])
     assert side.exchange.state in ExchangeState
+
+
+def rank_message(data: bytes) -> None:
+    """What a rank says: what is accepted is encoded to the same message."""
+    with contextlib.suppress(ValueError):
+        message = mesh_messages.decode(data, 3)
+        assert mesh_messages.decode(mesh_messages.encode(message), 3) == message
+
+
+PLAIN_JSON = rpc_messages.Codec(
+    b"J", rpc_messages._json_encode, rpc_messages._json_decode, rpc_messages._json_call, rpc_messages._check_names
+)
+
+
+def call(data: bytes) -> None:
+    """A message of a call, in each encoding: msgpack, JSON by msgspec, and JSON without it."""
+    with contextlib.suppress(rpc_messages.BadMessage):
+        rpc_messages.decode_message(data)
+    for codec in (*rpc_messages.CODECS.values(), PLAIN_JSON):
+        with contextlib.suppress(rpc_messages.BadMessage):
+            rpc_messages.decode_head(codec, data)
+        with contextlib.suppress(rpc_messages.BadMessage):
+            name, left, metadata, _ = rpc_messages.decode_call(codec, data)
+            assert isinstance(name, str) and (left is None or 0 <= left < float("inf"))
+            assert all(isinstance(text, str) for item in (metadata or {}).items() for text in item)
 
 
 _FRAMES = list(wire._FRAMES.values())
@@ -234,5 +261,5 @@ def _check_released(side: Side) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (frame, description, address, exchange, connection)
+    target.__name__: target for target in (frame, description, address, exchange, rank_message, call, connection)
 }

@@ -7,20 +7,18 @@ import fcntl
 import os
 import select
 import signal
-import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .._report.reporting import answer_path, mark_of
+from .._report.reporting import DONE, STATE_SIZE, mark_of
 from .._util.process import is_stopped
 from .._util.text import printable
 from .errors import NoReport
 
-#: Seconds for an answer; and those after which an unanswered signal is sent again.
-TIMEOUT, AGAIN = 10.0, 2.0
+#: Seconds for an answer; those after which an unanswered signal is sent again; and between two looks for the answer.
+TIMEOUT, AGAIN, LOOK = 10.0, 2.0, 0.01
 #: The longest report, in bytes: that of some 40,000 connections.
 LONGEST = 2**24
 
@@ -76,82 +74,71 @@ def _ask(pid: int, process: int, number: signal.Signals, kind: str, timeout: flo
     user = os.stat(f"/proc/{pid}").st_uid
     if os.geteuid() not in (0, user):
         raise NoReport(f"process {pid} belongs to another user")
-    if not _handles(pid, number):
+    try:
+        memfd = _open_memfd(pid, number)
+    except PermissionError as error:
+        raise NoReport(
+            f"the kernel does not let this command look into process {pid}, even as its user: {error}"
+        ) from None
+    if memfd is None:
         raise NoReport(
             f"process {pid} has not called trio_ucx.report_on_signal(signal.{number.name}): the signal would end it, "
             "or do something else. Start it again with TRIO_UCX_REPORT=USR1; now only py-spy or gdb can look into it"
         )
-    with _fifo(answer_path(pid, user, kind), user) as answer:
-        return _read(answer, process, number, time.monotonic() + timeout)
+    try:
+        fcntl.flock(memfd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _exchange(memfd, process, number, kind, time.monotonic() + timeout)
+    except BlockingIOError:
+        raise NoReport("another request for a report of this process is under way: try again") from None
+    finally:
+        os.close(memfd)
 
 
-def _handles(pid: int, number: signal.Signals) -> bool:
-    """True if a process has called ``report_on_signal`` for a signal, which may end it otherwise."""
+def _open_memfd(pid: int, number: signal.Signals) -> int | None:
+    """Opens the memfd of a process that has called ``report_on_signal`` for a signal, which may end it otherwise.
+
+    The process may be another user's and lie: what is opened is a memfd, not a file that the process has access to, but
+    could not write to itself.
+    """
     status = Path(f"/proc/{pid}/status").read_text()
     if not int(status.partition("\nSigCgt:")[2].split()[0], 16) >> (number - 1) & 1:
-        return False
-    mark = f"/memfd:{mark_of(number)} "
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        return None
+    own = os.memfd_create("")
+    memfds = os.fstat(own).st_dev  # the kernel's own file system, where no path leads
+    os.close(own)
+    for path in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # it was closed meanwhile
-            if os.readlink(descriptor).startswith(mark):
-                return True
-    return False
+            if os.readlink(path).startswith(f"/memfd:{mark_of(number)} ") and path.stat().st_dev == memfds:
+                found = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+                if os.fstat(found).st_dev == memfds:
+                    return found
+                os.close(found)
+    return None
 
 
-@contextmanager
-def _fifo(path: str, user: int) -> Iterator[int]:
-    """A FIFO that only this user, and that of the process, can use; its end for reading.
-
-    A request that was killed leaves its FIFO, which the next one takes over: while a request is under way, it has a
-    lock on it.
-    """
-    with suppress(FileExistsError):
-        os.mkfifo(path, 0o600)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)  # a link, or of another user
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISFIFO(found.st_mode) or found.st_uid not in (os.geteuid(), user):
-            raise NoReport(f"{path} exists, of user {found.st_uid}: it is in the way of a report; remove it")
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.lstat(path), found):
-                raise FileNotFoundError
-        except (BlockingIOError, FileNotFoundError):
-            raise NoReport("another request for a report of this process is under way: try again") from None
-        try:
-            if user != found.st_uid:
-                os.fchown(descriptor, user, -1)
-            yield descriptor
-        finally:
-            os.unlink(path)
-    finally:
-        os.close(descriptor)
-
-
-def _read(answer: int, process: int, number: signal.Signals, deadline: float) -> str:
-    """Sends the signal, and reads what comes until the writer closes its end, the process ends, or the time is over.
+def _exchange(memfd: int, process: int, number: signal.Signals, kind: str, deadline: float) -> str:
+    """Sends the signal, and returns the report when it is there; "" if the process ends, or the time is over.
 
     It sends the signal again if nothing comes: when another thread than the main one gets it, Python handles it only
     when the main thread returns from C.
     """
     poll = select.poll()
-    for descriptor in (answer, process):
-        poll.register(descriptor, select.POLLIN)
-    data = bytearray()
-    while (left := deadline - time.monotonic()) > 0:
-        if not data:
-            signal.pidfd_send_signal(process, number)
-        ready = dict(poll.poll(1000 * min(left, AGAIN)))
-        if answer in ready:
-            part = os.read(answer, 65536)
-            if not part:
-                break
-            data += part
-            if len(data) > LONGEST:
-                raise NoReport(f"the process sends a report of more than {LONGEST} bytes")
-        elif process in ready:
-            break
-    return printable(data.decode(errors="replace"), len(data), keep="\n\t")  # the process may be another user's
+    poll.register(process, select.POLLIN)
+    os.ftruncate(memfd, 0)
+    os.pwrite(memfd, kind.encode(), 0)
+    again, ended = 0.0, False
+    try:
+        while os.pread(memfd, STATE_SIZE, 0) != DONE:
+            now = time.monotonic()
+            if ended or now >= deadline:
+                return ""
+            if now >= again:
+                signal.pidfd_send_signal(process, number)
+                again = now + AGAIN
+            ended = bool(poll.poll(1000 * LOOK))
+        data = os.pread(memfd, LONGEST + 1, STATE_SIZE)
+        if len(data) > LONGEST:
+            raise NoReport(f"the process sends a report of more than {LONGEST} bytes")
+        return printable(data.decode(errors="replace"), len(data), keep="\n\t")  # it may be another user's
+    finally:
+        os.ftruncate(memfd, 0)

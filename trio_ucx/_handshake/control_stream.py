@@ -30,8 +30,11 @@ Address = tuple[str, int] | None
 PROBES, LEAST_PROBES = 10, 3
 #: Bytes that are read at once. OpenSSL needs a millisecond for the KeyUpdate messages that fit into them.
 CHUNK = 2048
-#: Bytes of TLS records that are accepted from a peer in the whole life of a connection. An honest peer sends
-#: certificates (at most 100 KB), its worker addresses (``exchange.MAX_FRAME``), and little else.
+#: Bytes of TLS records that are accepted from a peer during the TLS handshake. An honest peer sends a few certificates.
+#: OpenSSL keeps them until the connection ends, and needs 11 times their size if they are many small ones.
+MAX_TLS_HANDSHAKE_BYTES = 2**15
+#: Bytes that are accepted in the whole life of a connection. An honest peer sends its worker addresses
+#: (``exchange.MAX_FRAME``), and little else.
 MAX_TLS_BYTES = 2**19
 #: The first bytes of a TLS client: a handshake record.
 _TLS_RECORD = b"\x16\x03"
@@ -52,17 +55,27 @@ class TLS:
         self.object = context.wrap_bio(
             self.incoming, self.outgoing, server_side=not is_client, server_hostname=server_hostname
         )
-        self._received = 0
+        self._received, self._most = 0, MAX_TLS_HANDSHAKE_BYTES
+
+    def do_handshake(self) -> None:
+        """Goes on with the TLS handshake.
+
+        Raises:
+            ssl.SSLWantReadError: it needs more bytes.
+            ssl.SSLError: it failed.
+        """
+        self.object.do_handshake()
+        self._most = MAX_TLS_BYTES
 
     def receive(self, data: bytes) -> None:
         """Adds bytes from the peer; :meth:`decrypt` returns what they contain.
 
         Raises:
-            ssl.SSLError: it sent more than MAX_TLS_BYTES.
+            ssl.SSLError: it sent more than is accepted.
         """
         self._received += len(data)
-        if self._received > MAX_TLS_BYTES:
-            raise ssl.SSLError(ssl.SSL_ERROR_SSL, f"it sent more than {MAX_TLS_BYTES} bytes of TLS records")
+        if self._received > self._most:
+            raise ssl.SSLError(ssl.SSL_ERROR_SSL, f"it sent more than {self._most} bytes of TLS records")
         self.incoming.write(data)
 
     def encrypt(self, data: bytes) -> bytes:
@@ -75,7 +88,7 @@ class TLS:
 
         Raises:
             ssl.SSLError: the data were changed on the way, the peer has ended the TLS connection, or it sent more than
-                MAX_TLS_BYTES.
+                is accepted.
         """
         self.receive(data)
         plain = bytearray()
@@ -132,7 +145,7 @@ class ControlStream:
         tls.receive(first)
         while True:
             try:
-                tls.object.do_handshake()
+                tls.do_handshake()
             except ssl.SSLWantReadError:
                 await self._send_raw(tls.outgoing.read())
                 data = await self._receive_raw()

@@ -1,18 +1,23 @@
 """Reports: as text, when a signal arrives to a file, or to the process that asks.
 
-``python -m trio_ucx report PID`` makes a FIFO, whose path both processes know, and sends the signal. The handler writes
-to the FIFO if it is there and belongs to this process's user. So nobody else can read a report, or make this process
-write to a file.
+A process that handles the signal has a memfd for it, whose name tells others so. ``python -m trio_ucx report PID``
+opens that memfd as ``/proc/PID/fd/N``, which the kernel permits to the same user and to root, whatever container either
+is in. It locks the memfd, writes the kind of report into it, and sends the signal; the handler answers there:
+
+    4 bytes   "text" or "json": the request; "busy": the handler works on it; "done": the report follows
+    report
+
+No path is involved that another user could take, and a request that was killed leaves no lock.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json as json_format
 import logging
 import os
 import select
 import signal
-import stat
 import sys
 import threading
 import traceback
@@ -27,22 +32,20 @@ logger = logging.getLogger("trio_ucx")
 _PATIENCE = 5.0
 #: Environment variable: the signal for which each process that imports trio_ucx writes its report.
 VARIABLE = "TRIO_UCX_REPORT"
-#: What can be asked for.
-KINDS = ("text", "json")
+#: What can be asked for, and the other states of a request.
+KINDS, BUSY, DONE = ("text", "json"), b"busy", b"done"
+STATE_SIZE = 4
+#: Bytes that are written at once.
+_PART = 2**20
 
 #: Where the report of each signal goes.
 _files: dict[int, TextIO] = {}
-#: By signal, the descriptor whose name tells other processes that this one handles it.
-_marks: dict[int, int] = {}
-
-
-def answer_path(pid: int, user: int, kind: str) -> str:
-    """The FIFO to which a process of a user writes its answer."""
-    return f"/tmp/trio_ucx-report-{user}-{pid}.{kind}"
+#: By signal, the memfd for requests, and its identity: a program may close all descriptors.
+_mailboxes: dict[int, tuple[int, os.stat_result]] = {}
 
 
 def mark_of(signum: int) -> str:
-    """The name of a descriptor of a process whose handler of a signal is that of :func:`report_on_signal`."""
+    """The name of the memfd of a process whose handler of a signal is that of :func:`report_on_signal`."""
     return f"trio_ucx.report_on_signal {signum:d}"
 
 
@@ -88,7 +91,7 @@ def report_on_signal(signum: int = signal.SIGUSR1, file: TextIO | None = None) -
 
     Raises:
         ValueError: not the main thread, or not a signal.
-        OSError: the file has no descriptor, or the signal cannot be handled; no descriptor is left for a mark.
+        OSError: the file has no descriptor, or the signal cannot be handled; no descriptor is left for requests.
         RuntimeError: there is no ``sys.stderr``.
     """
     if file is None:
@@ -98,8 +101,9 @@ def report_on_signal(signum: int = signal.SIGUSR1, file: TextIO | None = None) -
     file.fileno()
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("report_on_signal works only in the main thread, as all signal handlers of Python's")
-    if signum not in _marks:
-        _marks[signum] = os.memfd_create(mark_of(signum))
+    if signum not in _mailboxes:
+        descriptor = os.memfd_create(mark_of(signum))
+        _mailboxes[signum] = descriptor, os.fstat(descriptor)
     _files[signum] = file
     signal.signal(signum, _answer)
 
@@ -118,7 +122,7 @@ def report_as_environment_says() -> None:
     except KeyError:
         raise ValueError(f"{VARIABLE}={name} in the environment is not the name of a signal: write USR1") from None
     try:
-        # Without stderr the file is never used: `python -m trio_ucx report PID` has a FIFO.
+        # Without stderr the file is never used: `python -m trio_ucx report PID` does not need it.
         report_on_signal(signum, sys.stderr or open(os.devnull, "w"))  # noqa: SIM115
     except (ValueError, OSError) as error:
         logger.warning("%s=%s has no effect: %s", VARIABLE, name, error)
@@ -127,8 +131,7 @@ def report_as_environment_says() -> None:
 def _answer(signum: int, frame: FrameType | None) -> None:
     """Handles the signal: writes the report where it was asked for. Never raises."""
     try:
-        asked = [kind for kind in KINDS if _answer_to_fifo(kind)]
-        if not asked:
+        if not _answer_request(*_mailboxes[signum]):
             _write(_files[signum].fileno(), _text("text") + "\n")
     except Exception:
         pass  # nobody can be told: the file was closed, or the process that asked has gone
@@ -141,21 +144,28 @@ def _text(kind: str) -> str:
         return f"trio_ucx report failed:\n{traceback.format_exc()}"
 
 
-def _answer_to_fifo(kind: str) -> bool:
-    """Writes the report to a process that waits for it. True if there was one."""
-    path = answer_path(os.getpid(), os.geteuid(), kind)
+def _answer_request(memfd: int, identity: os.stat_result) -> bool:
+    """Writes the report to a process that waits for it. True if there is one."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # there is none, or nobody reads it any more
+        if not os.path.samestat(os.fstat(memfd), identity):
+            return False
+        fcntl.flock(memfd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pass
+    except OSError:  # it was closed
         return False
-    try:
-        found = os.fstat(descriptor)
-        waits = stat.S_ISFIFO(found.st_mode) and found.st_uid == os.geteuid()
-        if waits:
-            _write(descriptor, _text(kind))
-        return waits
-    finally:
-        os.close(descriptor)
+    else:
+        fcntl.flock(memfd, fcntl.LOCK_UN)
+        return False
+    kind = os.pread(memfd, STATE_SIZE, 0).decode(errors="replace")
+    if kind in KINDS:
+        os.pwrite(memfd, BUSY, 0)  # the signal may come again meanwhile
+        data = _text(kind).encode(errors="replace")
+        os.ftruncate(memfd, STATE_SIZE)
+        for at in range(0, len(data), _PART):
+            os.pwrite(memfd, data[at : at + _PART], STATE_SIZE + at)
+        os.pwrite(memfd, DONE, 0)
+    return True
 
 
 def _write(descriptor: int, text: str) -> None:

@@ -44,4 +44,7 @@ def check_timeout(value: object, name: str) -> float:
         raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}")
     if not value >= 0:
         raise ValueError(f"{name} must be 0 or more seconds, not {value}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is too large; math.inf is no limit") from None

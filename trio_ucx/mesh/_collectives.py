@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import attrs
+import trio
 
 from .. import Connection
 
@@ -72,6 +73,11 @@ def parent(rank: int, size: int, root: int) -> int:
     return (rank - (place & -place)) % size
 
 
+def _collected(place: int, size: int) -> int:
+    """Returns how many ranks' parts the rank at a place other than the root's collects, with its own."""
+    return min(place & -place, size - place)
+
+
 def barrier(rank: int, size: int) -> Steps:
     distance = 1
     while distance < size:
@@ -93,7 +99,7 @@ def gather(rank: int, size: int, part: bytes, root: int) -> Steps:
     """Returns the parts by rank at the root, and None elsewhere."""
     parts = [part]  # of this rank, and of those that follow it in the tree
     for child in children(rank, size, root):
-        parts += unpack((yield Take(child)))
+        parts += unpack((yield Take(child)), _collected((child - root) % size, size))
     if rank != root:
         yield Post(parent(rank, size, root), pack(parts))
         return None
@@ -104,7 +110,8 @@ def scatter(rank: int, size: int, parts: list[bytes], root: int) -> Steps:
     """Returns this rank's part of what the root has."""
     parts = parts[root:] + parts[:root]
     if rank != root:
-        parts = unpack((yield Take(parent(rank, size, root))))  # of this rank, and of those that follow it in the tree
+        # Of this rank, and of those that follow it in the tree.
+        parts = unpack((yield Take(parent(rank, size, root))), _collected((rank - root) % size, size))
     for child in reversed(list(children(rank, size, root))):
         first = (child - rank) % size
         yield Post(child, pack(parts[first:]))
@@ -119,7 +126,7 @@ def all_gather(rank: int, size: int, part: bytes) -> Steps:
     while distance < size:
         missing = min(distance, size - distance)
         yield Post((rank - distance) % size, pack(parts[:missing]))
-        parts += unpack((yield Take((rank + distance) % size)))
+        parts += unpack((yield Take((rank + distance) % size)), missing)
         distance *= 2
     return [parts[(one - rank) % size] for one in range(size)]
 
@@ -132,14 +139,25 @@ def pack(parts: list[bytes]) -> bytes:
     return b"".join((lengths, *parts))
 
 
-def unpack(data: bytes) -> list[bytes]:
-    (count,) = struct.unpack_from("<I", data)
+def unpack(data: bytes, count: int) -> list[bytes]:
+    """Returns the parts of a message.
+
+    Raises:
+        trio.BrokenResourceError: it does not have ``count`` parts.
+    """
     at = 4 + 8 * count
+    lengths = struct.unpack_from(f"<{count}Q", data, 4) if len(data) >= at else ()
+    if data[:4] != struct.pack("<I", count) or at + sum(lengths) != len(data):
+        raise unreadable()
     parts = []
-    for length in struct.unpack_from(f"<{count}Q", data, 4):
+    for length in lengths:
         parts.append(data[at : at + length])
         at += length
     return parts
+
+
+def unreadable() -> trio.BrokenResourceError:
+    return trio.BrokenResourceError("its message of a collective operation cannot be read")
 
 
 # ---- bytes and arrays ----

@@ -20,17 +20,21 @@ from trio.lowlevel import enable_ki_protection
 
 from .. import Channel, Connection, Error, Listener, ServerFull, open_ucx_stream
 from .._link import Owner
+from .._util.contained import report
 from .._util.limits import CAPACITY_ERRORS
 from .._util.process import host_name
 from ..ucp import Worker
 from ..ucp._internal_api import Signal
 from ._members import Members
-from ._messages import Leaving, Message, RankAnswer, RankHello, decode, encode
+from ._messages import LONGEST_WAIT, Leaving, Message, RankAnswer, RankHello, decode, encode
+from ._variables import MAX_SIZE
 
 _T = TypeVar("_T", bound=Message)
 
 #: What an operation on a connection raises when the peer has gone, or the connection was closed.
 GONE = (trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel)
+#: What receiving a message raises besides when it is none of ours, too long, or there is no memory for it.
+UNREADABLE = (ValueError, Error, MemoryError)
 #: A rank may connect before this one knows that it has joined: seconds for which it is kept waiting.
 _LATE = 10
 #: Descriptors or memory may be short for a moment, here or at the other rank: seconds for which this one tries to
@@ -160,7 +164,7 @@ class Links:
         """The first message of a connection to a rank."""
         members, host, pid = self.members, host_name(), os.getpid()
         who = members.name, members.member(members.rank), host, pid
-        return RankHello(members.rank, to, members.size, port, seconds, members.on_loss, *who)
+        return RankHello(members.rank, to, members.size, port, min(seconds, LONGEST_WAIT), members.on_loss, *who)
 
     def link(self, rank: int) -> RankConnection:
         link = self.by_rank.get(rank)
@@ -193,7 +197,7 @@ class Links:
     async def _connect(self, link: RankConnection) -> None:
         try:
             answer = await self._try_to_connect(link)
-        except (OSError, ValueError, *GONE) as error:
+        except (OSError, *UNREADABLE, *GONE) as error:
             if self.by_rank.get(link.rank) is link and link.connection is None:
                 self.suspect(link.rank, f"rank {self.members.rank} cannot connect to it: {error}")
         else:
@@ -223,7 +227,7 @@ class Links:
             stack.callback(connection.abort)
             channel = connection.open_conversation()
             await channel.send(encode(self.hello(link.rank)))
-            answer = expect(await channel.receive(), RankAnswer)
+            answer = expect(await channel.receive(), RankAnswer, self.members.size)
             if not answer.refused and self.by_rank.get(link.rank) is link and link.connection is None:
                 stack.pop_all()
                 link.establish(channel)
@@ -267,8 +271,10 @@ class Links:
         """Ends a connection that another rank has opened, unless it is the one between the two ranks then."""
         try:
             yield
-        except (*GONE, ValueError, Error):
+        except (*GONE, *UNREADABLE):
             pass  # it has gone, or is none of ours
+        except Exception as error:  # whatever it is, the group goes on
+            report("an internal error of trio_ucx.mesh, while a rank connected", error)
         finally:
             if not any(link.connection is connection for link in self.by_rank.values()):
                 connection.abort()
@@ -290,7 +296,8 @@ class Links:
         members, link = self.members, self.by_rank.get(hello.rank)
         if self.leaving:
             return RankAnswer("it has left the group")
-        if hello.to != members.rank or hello.group != members.name or not 0 <= hello.rank < members.size:
+        is_other = hello.rank < members.size and hello.rank != members.rank
+        if hello.to != members.rank or hello.group != members.name or not is_other:
             return RankAnswer(f"this is rank {members.rank} of another group, of process {os.getpid()}")
         if hello.rank in members.lost or hello.member < members.member(hello.rank):
             return RankAnswer(f"rank {hello.rank} was lost")
@@ -324,8 +331,8 @@ async def first_message(connection: Connection) -> tuple[Channel, RankHello]:
     raise trio.EndOfChannel
 
 
-def expect(data: bytes, kind: type[_T]) -> _T:
-    message = decode(data)
+def expect(data: bytes, kind: type[_T], size: int = MAX_SIZE) -> _T:
+    message = decode(data, size)
     if not isinstance(message, kind):
         raise ValueError(f"expected {kind.__name__} of trio_ucx.mesh, not {message!r}")
     return message

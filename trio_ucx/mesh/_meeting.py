@@ -19,7 +19,7 @@ from trio.lowlevel import enable_ki_protection
 
 from .. import Channel, Connection, PeerLost
 from ._errors import MeetingError
-from ._links import GONE, Links, close, first_message, owned
+from ._links import GONE, UNREADABLE, Links, close, first_message, owned
 from ._members import Members, elsewhere
 from ._messages import Heard, Joined, Leaving, Left, Lost, RankAnswer, RankHello, Suspect, Welcome, decode, encode
 from ._place import Place
@@ -142,16 +142,15 @@ class Coordinator:
 
     async def _admit(self, arrival: _Arrival) -> None:
         owned(arrival.channel.connection, f"the control connection with rank {arrival.hello.rank}")
+        answer = None if self._complete.is_set() else self._refusal(arrival.hello)
+        if answer is not None:
+            if 0 < arrival.hello.rank < self._members.size:
+                self._refused[arrival.hello.rank] = answer.refused
+            await close(arrival.channel, answer)
+            return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._attend, arrival.hello.rank, arrival, nursery.cancel_scope)
-            answer = None if self._complete.is_set() else self._refusal(arrival.hello)
-            if answer is None:
-                await self._join(arrival.hello.rank, arrival)
-            else:
-                if 0 < arrival.hello.rank < self._members.size:
-                    self._refused[arrival.hello.rank] = answer.refused
-                await close(arrival.channel, answer)
-                nursery.cancel_scope.cancel()
+            await self._join(arrival.hello.rank, arrival)
 
     def _refusal(self, hello: RankHello) -> RankAnswer | None:
         size, on_loss = self._members.size, self._members.on_loss
@@ -165,17 +164,18 @@ class Coordinator:
         return None
 
     async def _join(self, rank: int, arrival: _Arrival) -> None:
+        """Lets a rank in when all are there, or when one with its number is lost; or closes its connection."""
         members = self._members
         remote_address = arrival.channel.connection.remote_address
         assert remote_address is not None
         address = (remote_address[0], arrival.hello.port)
         if not self._complete.is_set():
-            self._arrivals[rank] = arrival
-            self._gave_up.discard(rank)
-            members.addresses[rank] = address
-            if len(self._arrivals) == members.size - 1:
-                self._complete.set()
             with trio.move_on_after(arrival.hello.seconds):
+                self._arrivals[rank] = arrival
+                self._gave_up.discard(rank)
+                members.addresses[rank] = address
+                if len(self._arrivals) == members.size - 1:
+                    self._complete.set()
                 await self._complete.wait()
             await trio.lowlevel.checkpoint_if_cancelled()  # it has gone meanwhile
             if not self._complete.is_set():
@@ -220,18 +220,22 @@ class Coordinator:
 
     @enable_ki_protection
     async def _attend(self, rank: int, arrival: _Arrival, scope: trio.CancelScope) -> None:
-        """Hears what a rank says, until it has gone."""
+        """Hears what a rank says, until it has gone. Before it was let in, and once it is lost, it has no say."""
         try:
             while True:
-                message = decode(await arrival.channel.receive())
+                message = decode(await arrival.channel.receive(), self._members.size)
+                if self._controls.get(rank) is not arrival.channel:
+                    raise ValueError("it has said something else than its RankHello, and was not let in yet")
+                if rank in self._members.lost:
+                    continue
                 if isinstance(message, Suspect):
-                    self._links.nursery.start_soon(self._judge, message)
+                    self._links.nursery.start_soon(self._judge, message, rank)
                 elif isinstance(message, Leaving):
                     self._leaves(rank, message.error)
                 elif isinstance(message, Heard):
-                    self._heard[rank] = message.generation
+                    self._heard[rank] = min(message.generation, self._members.generation)
                     self._find_heard()
-        except (*GONE, ValueError) as error:
+        except (*GONE, *UNREADABLE) as error:
             if self._arrivals.get(rank) is arrival:
                 self._ended(rank, why(error))
             scope.cancel()
@@ -248,14 +252,19 @@ class Coordinator:
         self._members.changed.unpark_all()
 
     @enable_ki_protection
-    async def _judge(self, suspect: Suspect) -> None:
+    async def _judge(self, suspect: Suspect, by: int) -> None:
         rank = suspect.rank
         with trio.move_on_after(_JUDGEMENT):
             while not self._members.gone(rank):
                 await self._members.changed.park()
         if self._members.member(rank) != suspect.member:
             return  # it was lost before, and has been replaced
-        self.lose(rank, "it has left the group" if rank in self._members.departed else suspect.reason)
+        if rank in self._members.departed:
+            self.lose(rank, "it has left the group")
+        elif rank == 0:  # which is here: the other one is cut off from it
+            self.lose(by, f"it says of rank 0: {suspect.reason}")
+        else:
+            self.lose(rank, suspect.reason)
 
     def _leaves(self, rank: int, error: str) -> None:
         if error:
@@ -274,7 +283,7 @@ class Coordinator:
 
     def suspect(self, rank: int, reason: str) -> None:
         """Rank 0 itself cannot reach a rank."""
-        self._links.nursery.start_soon(self._judge, Suspect(rank, reason, self._members.member(rank)))
+        self._links.nursery.start_soon(self._judge, Suspect(rank, reason, self._members.member(rank)), 0)
 
     def lose(self, rank: int, reason: str) -> None:
         """A rank was lost: tells all, the lost one as well, if it hears that."""
@@ -331,9 +340,11 @@ class Follower:
         with trio.move_on_after(timeout + _GRACE):
             try:
                 await control.send(encode(links.hello(0, port=port, seconds=timeout)))
-                message = decode(await control.receive())
+                message = decode(await control.receive(), self._members.size)
             except GONE as error:
                 raise NotYet(f"rank 0 ended while the ranks were meeting: {why(error)}") from error
+            except UNREADABLE as error:
+                raise ConnectionRefusedError(errno.ECONNREFUSED, f"rank 0 cannot be understood: {error}") from error
             if isinstance(message, RankAnswer):
                 if message.later:
                     raise NotYet(f"rank 0 is busy: {message.refused}")
@@ -342,8 +353,8 @@ class Follower:
                 raise ConnectionRefusedError(
                     errno.ECONNREFUSED, f"rank 0 refuses rank {self._members.rank}: {message.refused}"
                 )
-            if not isinstance(message, Welcome):
-                raise ValueError(f"unexpected message of rank 0: {message!r}")
+            if not isinstance(message, Welcome) or len(message.addresses) != self._members.size:
+                raise ConnectionRefusedError(errno.ECONNREFUSED, f"rank 0 cannot be understood: it says {message!r}")
             self._members.welcomed(message)
             return
         raise MeetingError(f"rank 0 does not say who is missing, {timeout:.3g} s after rank {self._members.rank} came")
@@ -355,7 +366,7 @@ class Follower:
         members = self._members
         try:
             while True:
-                message = decode(await self._control.receive())
+                message = decode(await self._control.receive(), members.size)
                 if isinstance(message, Lost):
                     members.lose(message.rank, message.reason)
                 elif isinstance(message, Left):
@@ -365,7 +376,7 @@ class Follower:
                     _send_soon(self._links.nursery, self._control, Heard(message.generation))
                 elif isinstance(message, Heard):
                     members.all_heard(message.generation)
-        except (*GONE, ValueError) as error:
+        except (*GONE, *UNREADABLE) as error:
             if not self._leaves:
                 members.lose(0, why(error))
 

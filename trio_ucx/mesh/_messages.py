@@ -18,14 +18,21 @@ message           direction    meaning
 from __future__ import annotations
 
 import json
-from typing import Any, get_args
+from collections.abc import Callable
+from typing import Any, TypeAlias, get_args
 
 import attrs
 
 from .._util.text import printable
+from ._variables import MAX_SIZE
 
 #: An address as rank 0 knows it. A host of "" is rank 0's own host, which each rank knows by another address.
 Address = tuple[str, int]
+
+#: Seconds: the longest time for which a rank can say that it will wait.
+LONGEST_WAIT = 1e9
+#: The highest number; characters of a text, which is cut.
+_HIGHEST, _LONGEST_TEXT = 2**31 - 1, 2**16
 
 
 @attrs.frozen
@@ -63,7 +70,7 @@ class Welcome:
     Attributes:
         group: a name that no other group has.
         generation: how many processes have joined under the numbers of lost ranks.
-        addresses: by rank; None for a lost one.
+        addresses: by rank; None only for lost ones.
         members: by rank, the generation in which it joined.
         lost: by rank, the reasons.
     """
@@ -148,11 +155,72 @@ class Heard:
 
 
 Message = RankHello | Welcome | RankAnswer | Suspect | Leaving | Left | Lost | Joined | Heard
+_Reader: TypeAlias = Callable[[Any, int], Any]
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
-#: What JSON has for a field, by its annotation.
-_TYPES: dict[str, type[Any] | tuple[type[Any], ...]] = {"int": int, "float": (int, float), "str": str, "bool": bool}
+def _integer(high: int) -> _Reader:
+    def read(value: Any, size: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
+            raise ValueError(f"not an integer from 0 to {high}")
+        return int(value)
+
+    return read
+
+
+def _rank(value: Any, size: int) -> int:
+    return int(_integer(size - 1)(value, size))
+
+
+def _seconds(value: Any, size: int) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= LONGEST_WAIT:  # NaN is in no range
+        raise ValueError("not a number of seconds")
+    return float(value)
+
+
+def _instance(wanted: type[Any]) -> _Reader:
+    def read(value: Any, size: int) -> Any:
+        if type(value) is not wanted:
+            raise TypeError(f"not a {wanted.__name__}")
+        return printable(value, _LONGEST_TEXT) if wanted is str else value
+
+    return read
+
+
+def _by_rank(read: _Reader) -> _Reader:
+    return lambda value, size: {_rank(int(rank), size): read(one, size) for rank, one in value.items()}
+
+
+def _address(value: Any, size: int) -> Address:
+    host, port = value
+    return _text(host, size), _port(port, size)
+
+
+def _addresses(value: Any, size: int) -> list[Address | None]:
+    if len(value) > size:
+        raise ValueError(f"more addresses than {size} ranks have")
+    return [None if one is None else _address(one, size) for one in value]
+
+
+def _ranks(value: Any, size: int) -> tuple[int, ...]:
+    return tuple(_rank(one, size) for one in _instance(list)(value, size))
+
+
+_number, _port, _text, _flag = _integer(_HIGHEST), _integer(65535), _instance(str), _instance(bool)
+#: By the name of a field: returns the value of what JSON has for it, given the size of the group, or raises an error.
+_READERS: dict[str, _Reader] = {
+    **dict.fromkeys(("to", "size", "member", "generation", "pid"), _number),
+    **dict.fromkeys(("on_loss", "group", "host", "refused", "reason", "error"), _text),
+    **dict.fromkeys(("crossed", "later"), _flag),
+    **dict.fromkeys(("missing", "ranks"), _ranks),
+    "rank": _rank,
+    "port": _port,
+    "seconds": _seconds,
+    "address": _address,
+    "addresses": _addresses,
+    "members": _by_rank(_number),
+    "lost": _by_rank(_text),
+}
 
 
 def encode(message: Message) -> bytes:
@@ -160,39 +228,19 @@ def encode(message: Message) -> bytes:
     return json.dumps([type(message).__name__, fields], separators=(",", ":")).encode()
 
 
-def decode(data: bytes) -> Message:
-    """Returns a message, whose texts are printable: they get into errors and logs.
+def decode(data: bytes, size: int = MAX_SIZE) -> Message:
+    """Returns a message to a rank of a group of ``size``. Types and ranges of its fields are right, texts printable.
 
     Raises:
         ValueError: it is not such a message.
     """
     try:
-        name, fields = _printable(json.loads(data))
-        if name == "Welcome":
-            for field in ("members", "lost"):
-                fields[field] = {int(rank): value for rank, value in fields[field].items()}
-            fields["addresses"] = [None if one is None else (str(one[0]), int(one[1])) for one in fields["addresses"]]
-        elif name == "RankAnswer":
-            fields["missing"] = tuple(fields["missing"])
-        elif name == "Left":
-            fields["ranks"] = tuple(fields["ranks"])
-        elif name == "Joined":
-            fields["address"] = (str(fields["address"][0]), int(fields["address"][1]))
-        message: Message = _KINDS[name](**fields)
-        for field in attrs.fields(_KINDS[name]):
-            if not isinstance(getattr(message, field.name), _TYPES.get(str(field.type), object)):
-                raise TypeError(field.name)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        name, fields = json.loads(data)
+        message: Message = _KINDS[name](**{field: _READERS[field](value, size) for field, value in fields.items()})
+        if isinstance(message, Welcome) and any(
+            address is None and rank not in message.lost for rank, address in enumerate(message.addresses)
+        ):
+            raise ValueError("a rank that is not lost has no address")
+    except Exception as error:  # whatever a peer can make json and the readers raise
         raise ValueError(f"not a message of trio_ucx.mesh: {data[:100]!r}") from error
     return message
-
-
-def _printable(value: Any) -> Any:
-    """Returns a value of JSON with all its texts made printable."""
-    if isinstance(value, str):
-        return printable(value, len(value))
-    if isinstance(value, list):
-        return [_printable(one) for one in value]
-    if isinstance(value, dict):
-        return {_printable(name): _printable(one) for name, one in value.items()}
-    return value

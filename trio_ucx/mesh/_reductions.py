@@ -25,7 +25,7 @@ import attrs
 from .. import Connection
 from .._util.text import printable
 from ..ucp import Access, Memory, RemoteMemory
-from ._collectives import Post, Steps, Take, Use, broadcast, children, pack, parent, unpack
+from ._collectives import Post, Steps, Take, Use, broadcast, children, pack, parent, unpack, unreadable
 
 #: The functions of numpy that have a name here.
 OPERATIONS = {"sum": "add", "min": "minimum", "max": "maximum", "prod": "multiply"}
@@ -143,7 +143,9 @@ def _agree(rank: int, size: int, job: Reduction, root: int, tell_result: bool) -
 
     mine, error, description = job.array, b"", job.description.encode()
     for child in children(rank, size, root):
-        theirs, its_description, its_error, data = unpack((yield Take(child)))
+        theirs, its_description, its_error, data = unpack((yield Take(child)), 4)
+        if its_description == description and not its_error and len(data) not in (0, mine.nbytes):
+            raise unreadable()
         if not error and its_error:
             error = its_error
         elif not error and its_description != description:
@@ -157,10 +159,14 @@ def _agree(rank: int, size: int, job: Reduction, root: int, tell_result: bool) -
     if rank != root:
         yield Post(parent(rank, size, root), pack([b"%d" % rank, description, error, data]))
     verdict = pack([error, data if tell_result else b""])
-    error, data = unpack((yield from broadcast(rank, size, verdict, root)))
+    error, data = unpack((yield from broadcast(rank, size, verdict, root)), 2)
     if error:
-        return ValueError(f"the ranks do not agree about what they reduce: {printable(error.decode(), len(error))}")
+        return ValueError(
+            f"the ranks do not agree about what they reduce: {printable(error.decode(errors='replace'), len(error))}"
+        )
     if data:
+        if len(data) != job.out.nbytes:
+            raise unreadable()
         job.out[...] = numpy.ndarray(job.out.shape, job.out.dtype, data)
     return None
 
@@ -188,7 +194,7 @@ def _all_reduce_in_ring(rank: int, size: int, job: Reduction) -> Steps:
         (yield Use(right, partial(_register, job.out))) as out,
     ):
         yield Post(right, pack([bytes(array.descriptor), bytes(out.descriptor)]))
-        descriptors = unpack((yield Take(left)))
+        descriptors = unpack((yield Take(left)), 2)
         with (
             (yield Use(left, partial(_attach, descriptors[0]))) as its_array,
             (yield Use(left, partial(_attach, descriptors[1]))) as its_out,

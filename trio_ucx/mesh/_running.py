@@ -13,7 +13,7 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from .. import UCXError
-from ._collectives import Post, Steps, Take
+from ._collectives import Post, Steps, Take, unreadable
 from ._errors import RankLostError
 from ._links import GONE, Links, RankConnection
 from ._meeting import VERDICT
@@ -54,6 +54,18 @@ class _Call:
             self.over, self.value = True, end.value
 
 
+def _head(message: bytes) -> tuple[int, int, int]:
+    """Returns the generation, number and kind of the operation that a message belongs to.
+
+    Raises:
+        trio.BrokenResourceError: it has none of these.
+    """
+    if len(message) < _HEAD.size or message[_HEAD.size - 1] >= len(KINDS):
+        raise unreadable()
+    generation, number, kind = _HEAD.unpack_from(message)
+    return generation, number, kind
+
+
 class Collectives:
     """Runs the collective operations of this rank.
 
@@ -88,7 +100,7 @@ class Collectives:
         """Returns why an operation with a rank may hang, for reports."""
         message, call = link.first, self._current
         if message is not None:
-            generation, number, kind = _HEAD.unpack_from(message)
+            generation, number, kind = _head(message)
             if (generation, number) > (self._generation, self._number):
                 yield (
                     f"rank {link.rank} waits in collective operation {number} ({KINDS[kind]}), which this rank has not "
@@ -282,7 +294,7 @@ class Collectives:
                 message = await self._wait(call, link.channel.receive)
             else:
                 await link.schedule_point()
-            generation, number, kind = _HEAD.unpack_from(message)
+            generation, number, kind = _head(message)
             if generation > call.generation:
                 link.pending.insert(0, message)
                 await self._wait(call, trio.sleep_forever)  # for the loss, which the other rank has heard of already

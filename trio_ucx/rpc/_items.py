@@ -109,6 +109,8 @@ class ItemFlow:
             if self._may_send > UNREAD_ITEMS + self._unsure:
                 raise wire.BadMessage("a credit for more items than were sent")
             self._may_send = min(self._may_send, UNREAD_ITEMS)
+        elif kind not in (wire.ITEM, wire.END, wire.REPLY, wire.ERROR):
+            raise wire.BadMessage(f"a message of kind {kind}, which is no item")
         elif len(self._arrived) > _MOST_UNREAD:
             raise wire.BadMessage("an item for which there was no credit")
         else:

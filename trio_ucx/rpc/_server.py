@@ -272,7 +272,7 @@ class _Serving:
             return failure(codec, wire.UNKNOWN_METHOD, f"{name} is a stream: use Client.stream")
         try:
             arguments = found.checks[codec](encoded)
-        except (ValueError, RecursionError) as error:
+        except Exception as error:
             return failure(codec, wire.BAD_ARGUMENTS, bounded(f"{name}: {error}"))
         deadline = math.inf if left is None else begun_at + left
         call = Call._create(
