@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -26,9 +27,10 @@ from networks import Side, meet, need
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._native import lib
+from trio_ucx._native import ffi, lib
 from trio_ucx._util import private_folder as private_folder_module
 from trio_ucx.testing import internals
+from trio_ucx.ucp._engine import identity
 from trio_ucx.ucp._quirks import shared_memory, wake_sockets
 from trio_ucx.ucp._transports import obstacle_to_shared_memory
 
@@ -427,6 +429,19 @@ def test_functions_that_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> N
     assert shared_memory.restrict({"TLS": "tcp,sm,self"})["TLS"] == "tcp,cma,self"
     with pytest.raises(OSError, match="does not import"):
         shared_memory.restrict({"TLS": "sysv,self"})
+
+
+async def test_sockets_that_are_made_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(Library):
+        def tu_worker_wake_folder(self, worker: Any) -> Any:
+            return ffi.new("char[]", b"")
+
+    monkeypatch.setattr(identity, "lib", Other())
+    with pytest.raises(PermissionError, match="makes the sockets that wake it in an unknown way"):
+        async with ucp.open_worker(config={"TLS": "tcp,sysv,self"}):
+            pass
+    async with ucp.open_worker(config={"TLS": "tcp,self"}):
+        pass
 
 
 @pytest.mark.root
