@@ -67,8 +67,9 @@ def mode_of(path: str | Path) -> str:
 
 
 def sockets(pid: int) -> dict[str, Door]:
-    """The sockets of a network namespace by their inode numbers. The kinds of ports are yet to be found."""
+    """The sockets of a process by their inode numbers. The kinds of ports are yet to be found."""
     found: dict[str, Door] = {}
+    own = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
     folder = Path(f"/proc/{pid}/net")
     for name in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6"):
         for line in (folder / name).read_text().splitlines()[1:]:
@@ -80,6 +81,8 @@ def sockets(pid: int) -> dict[str, Door]:
     for line in (folder / "unix").read_text().splitlines()[1:]:
         _, _, _, flags, _, _, inode, *path = line.split()
         listens = int(flags, 16) & 0x10000
+        if f"socket:[{inode}]" not in own:
+            continue  # another process may be closing it
         if not path:
             found[inode] = Door("nameless Unix socket")
         elif not path[0].startswith("/"):

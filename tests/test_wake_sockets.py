@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -26,9 +27,10 @@ from networks import Side, meet, need
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._native import lib
+from trio_ucx._native import ffi, lib
 from trio_ucx._util import private_folder as private_folder_module
 from trio_ucx.testing import internals
+from trio_ucx.ucp._engine import identity
 from trio_ucx.ucp._quirks import shared_memory, wake_sockets
 from trio_ucx.ucp._transports import obstacle_to_shared_memory
 
@@ -54,9 +56,9 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def unix_names() -> list[str]:
-    """The names of this process's Unix sockets."""
-    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+def unix_names(pid: int | str = "self") -> list[str]:
+    """The names of a process's Unix sockets."""
+    links = [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
     open_here = {os.readlink(link) for link in links if os.path.islink(link)}
     rows = [line.split() for line in Path("/proc/self/net/unix").read_text().splitlines()[1:]]
     return [row[7] for row in rows if len(row) == 8 and f"socket:[{row[6]}]" in open_here]
@@ -230,20 +232,18 @@ async def test_what_a_sweep_leaves(swept: Path) -> None:
     assert set(swept.iterdir()) == {young, file, other}
 
 
-async def test_a_killed_process_leaves_sockets_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    def names() -> set[str]:
-        return {name.decode() for name in os.listdir(wake_sockets.find_folder())}
-
-    before = names()
+async def test_a_killed_process_leaves_sockets_for_the_next() -> None:
     async with open_peer("echo", [0]) as peer:
         await peer.hear()
-        assert (left := names() - before)
+        left = [Path(name) for name in unix_names(peer.process.pid) if name.endswith(wake_sockets.SUFFIX)]
+        assert left and all(path.exists() for path in left)
         peer.signal(signal.SIGKILL)
         await peer.ended()
-    monkeypatch.setattr(wake_sockets, "_BEING_MADE", 0)
-    monkeypatch.setattr(wake_sockets, "_LOOKED_AT", 10_000)
-    await open_one_worker()
-    assert not left & names()
+    for path in left:
+        os.utime(path, (0, 0))
+    for _ in range(100):  # other tests have sockets there, too
+        await open_one_worker()
+    assert not any(path.exists() for path in left)
 
 
 def test_a_forked_child_removes_nothing() -> None:
@@ -427,6 +427,19 @@ def test_functions_that_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> N
     assert shared_memory.restrict({"TLS": "tcp,sm,self"})["TLS"] == "tcp,cma,self"
     with pytest.raises(OSError, match="does not import"):
         shared_memory.restrict({"TLS": "sysv,self"})
+
+
+async def test_sockets_that_are_made_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(Library):
+        def tu_worker_wake_folder(self, worker: Any) -> Any:
+            return ffi.new("char[]", b"")
+
+    monkeypatch.setattr(identity, "lib", Other())
+    with pytest.raises(PermissionError, match="makes the sockets that wake it in an unknown way"):
+        async with ucp.open_worker(config={"TLS": "tcp,sysv,self"}):
+            pass
+    async with ucp.open_worker(config={"TLS": "tcp,self"}):
+        pass
 
 
 @pytest.mark.root

@@ -1,11 +1,11 @@
 /*
  * A UCP program with UCX's own defaults, that knows nothing of trio_ucx: worker addresses, and tag messages.
  *
- * usage: stock_peer peer|none SEND RECEIVE
+ * usage: stock_peer peer|none SEND RECEIVE [asleep]
  *
  * Prints its worker's address in hex, reads another one. Opens an endpoint with that error handling mode, and sends
  * SEND bytes with tag 2, unless SEND is -1. Receives RECEIVE bytes with tag 1, unless RECEIVE is -1. Says "sent" and
- * "received", and ends with its input.
+ * "received", and ends with its input. With "asleep" it waits for events of UCX, and looks only when there are some.
  */
 
 #include <poll.h>
@@ -54,8 +54,9 @@ static void *say_if_done(void *request, const char *word)
 
 int main(int argc, char **argv)
 {
-    long to_send            = argc == 4 ? atol(argv[2]) : -1;
-    long to_receive         = argc == 4 ? atol(argv[3]) : -1;
+    long to_send            = argc >= 4 ? atol(argv[2]) : -1;
+    long to_receive         = argc >= 4 ? atol(argv[3]) : -1;
+    int asleep              = argc == 5;
     ucp_params_t params     = {.field_mask = UCP_PARAM_FIELD_FEATURES, .features = UCP_FEATURE_TAG};
     ucp_worker_params_t one = {
         .field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE, .thread_mode = UCS_THREAD_MODE_SINGLE};
@@ -68,12 +69,17 @@ int main(int argc, char **argv)
     ucp_address_t *address;
     ucp_ep_h ep;
     size_t length, i;
+    int efd = -1;
 
-    if (argc != 4) {
+    if (argc != 4 && argc != 5) {
         return 2;
     }
+    params.features |= asleep ? UCP_FEATURE_WAKEUP : 0;
     check(ucp_init(&params, NULL, &context), "ucp_init");
     check(ucp_worker_create(context, &one, &worker), "ucp_worker_create");
+    if (asleep) {
+        check(ucp_worker_get_efd(worker, &efd), "ucp_worker_get_efd");
+    }
     check(ucp_worker_get_address(worker, &address, &length), "ucp_worker_get_address");
     for (i = 0; i < length; i++) {
         printf("%02x", ((unsigned char *)address)[i]);
@@ -112,7 +118,13 @@ int main(int argc, char **argv)
         }
         sending   = say_if_done(sending, "sent");
         receiving = say_if_done(receiving, "received");
-        usleep(100);
+        if (!asleep) {
+            usleep(100);
+        } else if (ucp_worker_arm(worker) == UCS_OK) {
+            struct pollfd both[2] = {{.fd = 0, .events = POLLIN}, {.fd = efd, .events = POLLIN}};
+
+            poll(both, 2, -1);
+        }
     }
     _exit(0);
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 from helpers import assert_transports, open_peer, until
 
 from trio_ucx import ucp
@@ -102,6 +103,28 @@ async def test_messages(program: Path, transports: str, mode: str, direction: st
                 line = await stock.line()
                 if not line.startswith("failed"):  # UCX reports that this side has closed
                     expected.remove(line)
+
+
+@pytest.mark.parametrize("kind", ["sysv", "posix"])
+async def test_both_sides_wake_each_other(program: Path, kind: str) -> None:
+    """The program has abstract Unix sockets, and ours have paths."""
+    async with (
+        ucp.open_worker(config={"TLS": f"{kind},self"}) as worker,
+        running(program, "none", 8, 8, "asleep") as stock,
+    ):
+        address = ucp.WorkerAddress.from_ucx(bytes.fromhex(await stock.line()))
+        buffer = bytearray(8)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(worker.tag_receive, buffer, 2)
+            await trio.testing.wait_all_tasks_blocked(0.1)
+            await stock.tell(worker.address.ucx)
+            assert await stock.line() == "sent: Success"
+        assert buffer == bytes([7]) * 8
+        async with await worker.open_endpoint(address, error_mode=ucp.ErrorMode.NONE) as endpoint:
+            await trio.sleep(0.2)  # it sleeps
+            await endpoint.tag_send(bytes(8), 1)
+            assert await stock.line() == "received: Success"
+            assert_transports(endpoint, f"{kind},self")
 
 
 async def test_peers_of_ours_use_shared_memory(worker: ucp.Worker, transports: str) -> None:

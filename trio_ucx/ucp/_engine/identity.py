@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from typing import Any
 
@@ -41,10 +42,11 @@ class Identity:
 
         Raises:
             OSError, UCXError: UCX does not tell.
+            PermissionError: other users can reach the sockets that wake it.
         """
         found = query_worker(handle, client_id)
         blob, network = (_ask(handle, network_only) for network_only in (False, True))
-        unknown_layout = None
+        unknown_layout, wake_folder = None, ffi.string(lib.tu_worker_wake_folder(handle))
         parsed = parsed_network = ParsedAddress(())
         try:
             parsed, parsed_network = parse_worker_address(blob), parse_worker_address(network)
@@ -57,6 +59,12 @@ class Identity:
             )
         else:
             network = network if parsed_network.transports else b""
+        if parsed.shared_memory and not wake_folder:
+            raise PermissionError(
+                errno.EPERM,
+                "other users could wake or break this worker, because this UCX makes the sockets that wake it in an "
+                "unknown way. Use UCX 1.13 to 1.22, or a worker without shared memory (config={'TLS': 'tcp,self'})",
+            )
         return cls(
             attrs.evolve(found, max_am_header=min(found.max_am_header, longest_am_header(context.config))),
             WorkerAddress._create(
@@ -64,7 +72,7 @@ class Identity:
                 network=network,
                 host=this_host(),
                 uid=read_uid(blob),
-                wake_folder=wake_sockets.identify(ffi.string(lib.tu_worker_wake_folder(handle))),
+                wake_folder=wake_sockets.identify(wake_folder),
                 release=(ucx.version[0], ucx.version[1]),
                 shared_memory=context._shared_memory_handles_errors,
                 shared_memory_kinds=parsed.shared_memory,
