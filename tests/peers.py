@@ -316,7 +316,7 @@ async def owner(nbytes: int, kind: str = "allocated") -> None:
 
     The questions: ``["digest"]``, ``["word", offset]``, ``["poll", flag, start, stop]`` (polls until there is a byte
     other than 0 at ``flag``, then the digest of what is from ``start`` to ``stop``), ``["close"]`` (closes the memory,
-    and makes another one, of ones), ``["intact"]`` (whether that one is).
+    and makes another one, of ones, of ``nbytes`` or as many as the question has), ``["intact"]`` (whether that one is).
     """
     tls = os.environ["UCX_TLS"]
     with ucp.open_context(features=REMOTE) as context:
@@ -353,6 +353,7 @@ async def owner(nbytes: int, kind: str = "allocated") -> None:
                 elif question == "word":
                     say(int.from_bytes(view[arguments[0] : arguments[0] + 8], sys.byteorder))
                 elif question == "close":
+                    [nbytes] = arguments or [nbytes]
                     del view
                     memory.close()
                     memory = context.allocate(nbytes) if kind == "allocated" else context.register(bytearray(nbytes))

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import queue
 import random
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -272,6 +274,50 @@ async def test_without_messages(features: ucp.Feature) -> None:
                         assert caught.value.status is ucp.Status.NO_ELEM
                 assert owner.intact
             owner.memory.close()
+
+
+async def test_a_late_attach_meets_a_shorter_file() -> None:
+    """POSIX shared memory: the owner's descriptor is another file by then, and loads beyond its end are faults."""
+    async with (
+        open_peer("owner", 2**20, transports="tcp,posix,self") as peer,
+        ucp.open_worker(config={"TLS": "tcp,posix,self"}, features=REMOTE) as worker,
+    ):
+        said = await peer.hear()
+        await peer.tell(["close", 4096])
+        await peer.hear()
+        async with open_to_peer("connection", worker, said) as endpoint:
+            with endpoint.attach(bytes.fromhex(said["descriptor"])) as remote:
+                for call in (remote.connect, partial(remote.get, 0, 8), partial(remote.put, PUT)):
+                    with pytest.raises(trio_ucx.UCXError) as caught:
+                        await call()
+                    assert caught.value.status is ucp.Status.NO_ELEM
+        await peer.tell(["intact"])
+        assert await peer.hear()
+
+
+VIEW_OUTLIVES_WORKER = """
+import trio, warnings
+from trio_ucx import ucp
+warnings.simplefilter("ignore")  # the worker is left alone, because its memory is in use
+async def main():
+    async with ucp.open_worker() as worker:
+        memory = worker.context.allocate(300_000)
+        memory.memoryview[:] = bytes([17]) * 300_000
+        endpoint = await worker.open_endpoint(worker.address)
+        remote = endpoint.attach(memory.descriptor)
+        await remote.connect()
+        view = memoryview(remote.map())
+        memory.close()
+        endpoint.abort()
+    print(set(view))
+trio.run(main)
+"""
+
+
+def test_a_view_outlives_the_worker() -> None:
+    """The memory is this process's own mapping."""
+    done = subprocess.run([sys.executable, "-c", VIEW_OUTLIVES_WORKER], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "{17}\n", done
 
 
 # ---- in the middle ----

@@ -57,6 +57,9 @@ int64_t tu_transfer_note(tu_endpoint_t *endpoint, uint64_t scope, const tu_acces
 int tu_transfers_status(tu_endpoint_t *endpoint, uint64_t scope);
 int tu_worker_fence(tu_worker_t *worker);
 
+/* mapped.c */
+bool tu_mapped_has_token(const char *at, const char *token);
+
 /* direct.c */
 bool tu_direct_allowed(const tu_access_path_t *path);
 

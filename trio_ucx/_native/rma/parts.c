@@ -87,7 +87,8 @@ static size_t take_cut(tu_transfer_t *whole, tu_range_t *pieces)
     return count;
 }
 
-/* Takes whole ranges: one of any length, and after a short one more, up to GATHERED bytes. Returns how many. */
+/* Takes whole ranges: one of up to TU_LONGEST_PART, and after a short one more, up to GATHERED bytes. A longer one is
+ * cut. Returns how many. */
 static size_t take_whole(tu_transfer_t *whole, tu_range_t *pieces)
 {
     uint64_t room = GATHERED;
@@ -96,7 +97,7 @@ static size_t take_whole(tu_transfer_t *whole, tu_range_t *pieces)
     while (count < TU_MOST_RANGES && (count == 0 || room >= SMALLEST_PIECE)) {
         tu_cursor_t before = whole->cursor;
 
-        if (!take_range(whole, UINT64_MAX, &pieces[count])) {
+        if (!take_range(whole, TU_LONGEST_PART, &pieces[count])) {
             break;
         }
         if (count > 0 && pieces[count].length > room) {

@@ -11,13 +11,13 @@ static void cancel(tu_transfer_t *transfer);
 
 static const tu_transfer_method_t *choose_method(const tu_transfer_params_t *params, const tu_transfer_t *transfer)
 {
-    uint64_t part = params->memory <= TU_MEMORY_HOST ? transfer->path.part : 0;
+    uint64_t part = transfer->path.part > 0 ? transfer->path.part : TU_LONGEST_PART;
 
     if (transfer->path.local != NULL || transfer->path.pid != 0) {
         return &tu_copies_method;
     }
     if (!transfer->path.messages || transfer->range_count > 1 || transfer->cursor.total > 0 ||
-        (part > 0 && transfer->length > part)) {
+        (params->memory <= TU_MEMORY_HOST && transfer->length > part)) {
         return &tu_parts_method;
     }
     return &tu_requester_method;

@@ -21,6 +21,9 @@
 /* A flag of a get: the answer shall be a rendezvous. */
 #define TU_REMOTE_RENDEZVOUS 1
 
+/* Bytes of a range in one message, at most: when its owner closes the memory, what is in flight still happens. */
+#define TU_LONGEST_PART (1024 * 1024)
+
 /* Requests of one endpoint in flight, at most. */
 #define TU_REMOTE_WINDOW 64
 #define TU_MOST_REFUSALS 256 /* that are kept for a flush to report */

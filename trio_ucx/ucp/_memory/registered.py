@@ -340,9 +340,11 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """Ends the registration (``ucp_mem_unmap``); frees allocated memory. Closed already: no effect.
 
         Returns at once. Whatever trio_ucx peers begin later is refused (NO_ELEM), and what is under way ends with its
-        next step. Until then the memory stays, and a registered buffer stays pinned. Allocated memory also stays while
-        a peer in this process has a :class:`RemoteMemory` of it; ``statistics().closed_memories`` of a worker counts
-        what stays.
+        next step; messages in flight are carried out. Until then the memory stays, and a registered buffer stays pinned
+        and must not be used again. Allocated memory also stays while a peer in this process has a
+        :class:`RemoteMemory` of it; ``statistics().closed_memories`` of a worker counts what stays.
+
+        The end of the context closes it, too, unless its view is still in use.
 
         UCX's own puts and gets are not refused, except with RDMA hardware. Peers without trio_ucx, say, write to
         whatever is at that address then: tell them first.
@@ -363,7 +365,7 @@ class Memory(ClosedOnExit, metaclass=OpenedNotConstructed):
         if served is not None and lib.tu_memory_withdraw(served):
             with _lock:
                 _closing[served] = self, handle
-            unmap_unused()  # another thread may have ended the last use just now
+            unmap_unused(served)  # another thread may have ended the last use just now
         else:
             self._unmap(handle)
 
@@ -405,11 +407,15 @@ def note_arrived(pointer: int, length: int, find_endpoint: Callable[[], Any]) ->
         memory._notes.add(Note(data, find_endpoint))
 
 
-def unmap_unused() -> None:
-    """Ends the registration of closed memory that is not in use any more."""
+def unmap_unused(*some: Any) -> None:
+    """Ends the registration of closed memory that is not in use any more.
+
+    Args:
+        some: C's entries to look at; by default all.
+    """
     done = []
     with _lock:
-        for served in list(_closing):
+        for served in some or list(_closing):
             entry = _closing.pop(served, None)
             if entry is not None and lib.tu_memory_unused(served):
                 done.append(entry)  # C has freed it, and may give its address to another one

@@ -83,10 +83,15 @@ class Key:
         self._engine.teardown.at_end.pop(self._id, None)
         if self._uses == 0 and self._engine.usable:  # else UCX frees it with the worker
             lib.tu_rkey_destroy(handle)
-        if self._held is not None:
-            lib.tu_memory_let_go(self._held)
-            unmap_unused()
+        if self._held is not None and self._uses == 0:
+            self._let_memory_go()
+        elif self._held is not None:
+            self._engine.teardown.kept.append(self._let_memory_go)
         live_handles.closed("remote key")
+
+    def _let_memory_go(self) -> None:
+        lib.tu_memory_let_go(self._held)
+        unmap_unused(self._held)
 
     def hold(self) -> None:
         self._uses += 1
@@ -119,8 +124,9 @@ class Key:
             return None
         if descriptor._has_token_behind():
             token = start + descriptor._token_address - descriptor.address
-            if not self._hold(descriptor) or token + lib.TU_TOKEN_SIZE > end or not _is_at(token, descriptor._token):
-                raise _closed("mapping remote memory")  # there may be other memory by now
+            is_there = token + lib.TU_TOKEN_SIZE <= end and self._hold(descriptor)
+            if not is_there or not lib.tu_mapped_has_token(ffi.cast("char *", token), descriptor._token):
+                raise closed("mapping remote memory")  # there may be other memory by now
             return Mapping(start, token)
         if descriptor._token and descriptor._token_address:
             return None  # registered memory of this process, whose token is elsewhere
@@ -138,10 +144,6 @@ class Key:
         if held != ffi.NULL:
             self._held = held
         return self._held is not None
-
-
-def _is_at(address: int, token: bytes) -> bool:
-    return bytes(ffi.buffer(ffi.cast("char *", address), len(token))) == token
 
 
 def _end_of_shared_mapping(address: int) -> int:
@@ -200,14 +202,14 @@ def _is_emulated(core: EndpointCore) -> bool:
     return all(lane.decode().startswith(_SOFTWARE) for lane in core.lanes() or ())
 
 
-def _closed(doing: str) -> UCXError:
+def closed(doing: str) -> UCXError:
     return UCXError(Status.NO_ELEM, f"{doing}: its owner refused, having closed it, or never allowed that")
 
 
 def refusal(status: int, doing: str) -> Exception | None:
     """The exception for a request that the owner of remote memory refused; None if the status says something else."""
     if status == Status.NO_ELEM:
-        return _closed(doing)
+        return closed(doing)
     if status == Status.INVALID_ADDR:
         return UCXError(status, f"{doing}: its owner refused, having less memory than the descriptor says")
     return None

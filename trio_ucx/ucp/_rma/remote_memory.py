@@ -25,7 +25,7 @@ from .._memory.buffers import Contiguous, Pinned, WritableContiguous, new_bytes
 from .._memory.pointers import check_elements
 from .._memory.registered import Access, MemoryDescriptor, require_answers, ucx_access
 from .._status import Status, UCXError
-from .access_paths import AccessPath, Key, connect, find_access_path, refusal, try_connect
+from .access_paths import AccessPath, Key, closed, connect, find_access_path, refusal, try_connect
 
 if TYPE_CHECKING:
     from ..blocks import BlockPlan, BlockProgress
@@ -360,7 +360,12 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             raise UCXError(
                 Status.NOT_CONNECTED, "mapping remote memory before the connection is up: await connect() first"
             )
-        key = self._key("load and store", self._core)
+        try:
+            key = self._key("load and store", self._core)
+        except UCXError as error:
+            if error.status is not Status.SHMEM_SEGMENT:
+                raise
+            raise closed("mapping remote memory") from error  # the segment has gone
         mapping = key.mapped(self._descriptor)
         if mapping is None:
             raise UCXError(Status.UNREACHABLE, "this memory cannot be reached by load and store: use get and put")
