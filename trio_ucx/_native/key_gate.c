@@ -910,13 +910,12 @@ static ssize_t gate_recv(int fd, void *data, size_t length, int flags)
     current = tu_le64_to(socket->answer.epoch) == tu_le64_to(socket->proof.epoch);
     if (!has_code(socket->answer.code, socket->key, current ? "accept" : "epoch", &socket->place, socket->answer.epoch,
                   socket->proof.nonce)) {
-        current = false;
-    } else if (!current) {
-        note_epoch(socket);
+        errno = ECONNREFUSED;
+        return -1;
     }
     if (!current) {
-        errno = ECONNREFUSED; /* UCX connects again */
-        return -1;
+        note_epoch(socket);
+        return 0; /* the peer closes it; UCX connects again */
     }
     forget(fd);
     return recv(fd, data, length, flags);
