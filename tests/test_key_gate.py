@@ -385,6 +385,31 @@ async def test_keys_end_with_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> No
                         await trio.sleep(0.1)
 
 
+async def test_the_memory_for_nonces_is_bounded() -> None:
+    """Of 1024 nonces (wire.md does not say how many)."""
+    async with ucp.open_worker(config=TCP) as worker:
+        key, [port, *_] = worker.address.keys[:KEY_SIZE], worker.address.tcp_addresses
+
+        def count_until_the_next_epoch() -> int:
+            for count in range(2000):
+                proof = Proof(key, port)
+                with begin(port, bytes(proof)) as connection:
+                    if answer(connection) != proof.accepted:
+                        return count
+            raise AssertionError("there was none")
+
+        assert await trio.to_thread.run_sync(count_until_the_next_epoch) == 1024
+
+
+async def test_a_host_that_needs_no_key_may_show_an_old_proof(few_nonces: int) -> None:
+    """UCX does not always connect again. A false proof is refused there, too."""
+    async with ucp.open_worker(config=TCP, admit=THIS_MACHINE) as worker:
+        key, [port, *_] = worker.address.keys[:KEY_SIZE], worker.address.tcp_addresses
+        for proof in (*[Proof(key, port, 5)] * 2, *(Proof(key, port) for _ in range(2 * few_nonces))):
+            assert await show(proof, port) == proof.accepted
+        assert await show(attrs.evolve(proof, role="accept"), port) == b""
+
+
 async def test_raw_endpoints_by_one_address_survive_new_epochs(few_nonces: int) -> None:
     """UCX connects again when a port refuses a proof of a former epoch."""
     async with ucp.open_worker(config=TCP) as owner:
