@@ -918,7 +918,7 @@ async def test_many_exchanges_at_once(monkeypatch: pytest.MonkeyPatch, trial: in
 
 @pytest.mark.parametrize("admits", ["client", "server"])
 async def test_a_peer_that_does_not_admit_in_return(admits: str) -> None:
-    """It is shown a key after it has refused a connection without one; new workers for each kind of use."""
+    """It gets a proof after it has refused a connection without one; new workers for each kind of use."""
 
     def workers() -> tuple[Any, Any]:
         opened = [ucp.open_worker(config=TCP, admit=THIS_MACHINE), ucp.open_worker(config=TCP)]
