@@ -1074,7 +1074,8 @@ async def test_a_system_that_forbids_to_change_libucs(tmp_path: Path) -> None:
     (tmp_path / "deny.c").write_text(NO_WRITABLE_LIBUCS)
     await trio.run_process(["cc", "-shared", "-fPIC", "-o", "deny.so", "deny.c", "-ldl"], cwd=tmp_path)
     command = [sys.executable, "-c", OPEN_WORKERS, "tcp", "posix,self", "tcp"]
-    environment = {**os.environ, "LD_PRELOAD": str(tmp_path / "deny.so")}
+    preloaded = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(tmp_path / "deny.so")]))
+    environment = {**os.environ, "LD_PRELOAD": preloaded}
     done = await trio.run_process(command, env=environment, capture_stdout=True)
     refused, opened, again = done.stdout.decode().splitlines()
     assert opened == "open" and again == refused
