@@ -385,6 +385,31 @@ async def test_keys_end_with_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> No
                         await trio.sleep(0.1)
 
 
+async def test_the_memory_for_nonces_is_bounded() -> None:
+    """Of 1024 nonces (wire.md does not say how many)."""
+    async with ucp.open_worker(config=TCP) as worker:
+        key, [port, *_] = worker.address.keys[:KEY_SIZE], worker.address.tcp_addresses
+
+        def count_until_the_next_epoch() -> int:
+            for count in range(2000):
+                proof = Proof(key, port)
+                with begin(port, bytes(proof)) as connection:
+                    if answer(connection) != proof.accepted:
+                        return count
+            raise AssertionError("there was none")
+
+        assert await trio.to_thread.run_sync(count_until_the_next_epoch) == 1024
+
+
+async def test_a_host_that_needs_no_key_may_show_an_old_proof(few_nonces: int) -> None:
+    """UCX does not always connect again. A false proof is refused there, too."""
+    async with ucp.open_worker(config=TCP, admit=THIS_MACHINE) as worker:
+        key, [port, *_] = worker.address.keys[:KEY_SIZE], worker.address.tcp_addresses
+        for proof in (*[Proof(key, port, 5)] * 2, *(Proof(key, port) for _ in range(2 * few_nonces))):
+            assert await show(proof, port) == proof.accepted
+        assert await show(attrs.evolve(proof, role="accept"), port) == b""
+
+
 async def test_raw_endpoints_by_one_address_survive_new_epochs(few_nonces: int) -> None:
     """UCX connects again when a port refuses a proof of a former epoch."""
     async with ucp.open_worker(config=TCP) as owner:
@@ -893,7 +918,7 @@ async def test_many_exchanges_at_once(monkeypatch: pytest.MonkeyPatch, trial: in
 
 @pytest.mark.parametrize("admits", ["client", "server"])
 async def test_a_peer_that_does_not_admit_in_return(admits: str) -> None:
-    """It is shown a key after it has refused a connection without one; new workers for each kind of use."""
+    """It gets a proof after it has refused a connection without one; new workers for each kind of use."""
 
     def workers() -> tuple[Any, Any]:
         opened = [ucp.open_worker(config=TCP, admit=THIS_MACHINE), ucp.open_worker(config=TCP)]
@@ -1049,7 +1074,8 @@ async def test_a_system_that_forbids_to_change_libucs(tmp_path: Path) -> None:
     (tmp_path / "deny.c").write_text(NO_WRITABLE_LIBUCS)
     await trio.run_process(["cc", "-shared", "-fPIC", "-o", "deny.so", "deny.c", "-ldl"], cwd=tmp_path)
     command = [sys.executable, "-c", OPEN_WORKERS, "tcp", "posix,self", "tcp"]
-    environment = {**os.environ, "LD_PRELOAD": str(tmp_path / "deny.so")}
+    preloaded = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(tmp_path / "deny.so")]))
+    environment = {**os.environ, "LD_PRELOAD": preloaded}
     done = await trio.run_process(command, env=environment, capture_stdout=True)
     refused, opened, again = done.stdout.decode().splitlines()
     assert opened == "open" and again == refused

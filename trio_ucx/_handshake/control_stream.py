@@ -20,6 +20,7 @@ from .._peer_info import PeerInfo
 from .._rules.wire import MAGIC, ProtocolError
 from .._util.socket_addresses import family_of
 from .._util.text import printable
+from ..ucp._internal_api import is_own
 from .peer_description import PeerDescription
 
 #: Host and port; ``("unix:/path", 0)`` for a Unix socket, or None where that has no name.
@@ -324,20 +325,8 @@ def has_route(ip: str) -> bool:
 
 
 def leads_to_this_machine(control: trio.socket.SocketType) -> bool:
-    """True if the peer's end of a socket is on this machine, in the same network namespace.
-
-    It is not enough that an address can be bound: broadcast addresses can, and with ``ip_nonlocal_bind`` all addresses.
-    """
+    """True if the peer's end of a socket is on this machine, in the same network namespace."""
     if control.family == socket.AF_UNIX:
         return True
     peer, own = control.getpeername(), control.getsockname()
-    if peer[0] == own[0]:
-        return True
-    with socket.socket(control.family, socket.SOCK_DGRAM) as probe:
-        try:
-            if control.family == socket.AF_INET:
-                probe.bind((peer[0], 0))
-            probe.connect(peer)  # sends nothing; fails if the bound address is not ours
-        except OSError:
-            return False
-        return bool(probe.getsockname()[0] == peer[0])  # IPv6: packets to an own address come from that address
+    return bool(peer[0] == own[0]) or is_own(peer[0].partition("%")[0], *peer[3:])

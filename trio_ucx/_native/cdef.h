@@ -249,7 +249,7 @@ const char *tu_gate_missing(void);
 bool tu_gate_port(tu_worker_t *worker, unsigned number, tu_address_t *out);
 bool tu_gate_lost(tu_worker_t *worker);
 tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs, uint64_t epoch, const tu_peer_t *peer);
-void tu_gate_show_by_default(tu_pair_t *pair);
+void tu_gate_use_by_default(tu_pair_t *pair);
 void tu_gate_know(tu_pair_t *pair);
 bool tu_gate_remove(tu_pair_t *pair);
 bool tu_gate_admit(tu_worker_t *worker, const tu_address_t *ip, unsigned prefix);

@@ -140,7 +140,7 @@ struct tu_pair {
  * has accepted because of a pair. */
 typedef struct watched {
     enum { LISTENS, CONNECTS, LET_IN } kind;
-    tu_gate_t *gate;           /* of its worker; not if it was let in */
+    tu_gate_t *gate;           /* of its worker */
     unsigned port;             /* if it listens: its place in gate->ports */
     place_t place;             /* where it listens, or connects */
     /* If it connects: */
@@ -218,28 +218,26 @@ static network_t *admitted_network(const tu_gate_t *gate, const place_t *place)
 
 /* ---- proofs ---- */
 
-/* Makes a code; the rest of the statement is 0 for a name. */
 static void make_code(const tu_key_t key, const char *role, const place_t *place, tu_le64_t epoch, const char *nonce,
                       code_t out)
 {
     statement_t statement = {.epoch = epoch};
+    uint16_t port         = htole16((uint16_t)place->port);
 
     memcpy(statement.role, role, strlen(role));
-    if (place != NULL) {
-        uint16_t port = htole16((uint16_t)place->port);
-
-        memcpy(statement.ip, place->ip, sizeof(statement.ip));
-        memcpy(statement.port, &port, sizeof(port));
-        memcpy(statement.nonce, nonce, NONCE);
-    }
+    memcpy(statement.ip, place->ip, sizeof(statement.ip));
+    memcpy(statement.port, &port, sizeof(port));
+    memcpy(statement.nonce, nonce, NONCE);
     tu_blake2s(key, (const char *)&statement, sizeof(statement), out);
 }
 
 static void make_name(const tu_key_t key, char *name)
 {
+    static const place_t nowhere;
+    static const char zeros[NONCE];
     code_t code;
 
-    make_code(key, "name", NULL, tu_le64_from(0), NULL, code);
+    make_code(key, "name", &nowhere, tu_le64_from(0), zeros, code);
     memcpy(name, code, NAME);
 }
 
@@ -416,7 +414,7 @@ bool tu_gate_shut_ended(tu_worker_t *worker)
     return pair != NULL;
 }
 
-/* Adds a pair. The gate lets in whoever proves that he knows `ours`. Where UCX connects to one of the peer's addresses,
+/* Adds a pair. The gate lets in whoever proves that it knows `ours`. Where UCX connects to one of the peer's addresses,
  * the gate proves that it knows `theirs`. The nonces begin at `epoch`. Returns NULL if there is no memory. */
 tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs, uint64_t epoch, const tu_peer_t *peer)
 {
@@ -454,13 +452,13 @@ tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs
     return pair;
 }
 
-/* From now on UCX shows `theirs` to hosts that no other pair is for: they have the worker's address. */
-void tu_gate_show_by_default(tu_pair_t *pair)
+/* From now on the gate proves `theirs` to hosts that no other pair is for: they have the worker's address. */
+void tu_gate_use_by_default(tu_pair_t *pair)
 {
     pair->gate->own = pair;
 }
 
-/* The peer has this pair, too: it is shown before others. */
+/* The peer has this pair, too: it is used before others. */
 void tu_gate_know(tu_pair_t *pair)
 {
     pthread_mutex_lock(&mutex);
@@ -625,44 +623,45 @@ static int gate_listen(int fd, int backlog)
     return listen(fd, backlog);
 }
 
-/* Decides on a new connection. The first bytes are there: TCP_DEFER_ACCEPT, and a proof travels in one segment. Returns
- * false if it is a stranger's. `shut` is set if it is a peer's, and to be closed: it connects again. */
-static bool let_in(const watched_t *listening, int fd, const struct sockaddr *from, bool *shut)
+/* Records that a pair has let in a connection. Returns false if there is no memory. */
+static bool record(tu_pair_t *pair, int fd)
 {
-    tu_gate_t *gate = listening->gate;
-    tu_pair_t *pair = NULL;
-    watched_t *new  = watch(gate, fd, LET_IN);
-    bool answered   = false;
+    watched_t *new = watch(pair->gate, fd, LET_IN);
     struct stat about;
-    proof_t proof;
-    answer_t answer;
-    place_t place;
-    bool complete, admitted;
 
     if (new == NULL || fstat(fd, &about) < 0) {
         free(new);
         return false;
     }
-    *shut      = false;
     new->fd    = fd;
     new->inode = about.st_ino;
-    complete   = recv(fd, &proof, sizeof(proof), MSG_PEEK | MSG_DONTWAIT) == sizeof(proof);
+    tu_list_append(&pair->let_in, &new->link);
+    __atomic_store_n(&watched[fd], new, __ATOMIC_RELEASE);
+    return true;
+}
+
+/* Decides on a new connection. The first bytes are there: TCP_DEFER_ACCEPT, and a proof travels in one segment. Returns
+ * false if it is a stranger's. `shut` is set if it is a peer's, and to be closed: it connects again. */
+static bool let_in(const watched_t *listening, int fd, const struct sockaddr *from, bool *shut)
+{
+    tu_gate_t *gate = listening->gate;
+    bool answered   = false;
+    tu_pair_t *pair;
+    proof_t proof;
+    answer_t answer;
+    place_t place;
+    bool complete, admitted;
+
+    *shut    = false;
+    complete = recv(fd, &proof, sizeof(proof), MSG_PEEK | MSG_DONTWAIT) == sizeof(proof);
     pthread_mutex_lock(&mutex);
     admitted = place_of(from, &place) && admitted_network(gate, &place) != NULL;
     pair     = complete ? pair_with_name(gate, proof.name) : NULL;
-    if (pair != NULL) {
-        answered = answer_proof(pair, &listening->place, &proof, admitted, &answer);
-        *shut    = answered && tu_le64_to(answer.epoch) != tu_le64_to(proof.epoch);
-        if (answered && !*shut && !admitted) { /* a host that needs no key may stay without one */
-            tu_list_append(&pair->let_in, &new->link);
-        }
+    if (pair != NULL && answer_proof(pair, &listening->place, &proof, admitted, &answer)) {
+        *shut    = tu_le64_to(answer.epoch) != tu_le64_to(proof.epoch);
+        answered = *shut || admitted || record(pair, fd); /* a host that needs no key stays without one */
     }
     pthread_mutex_unlock(&mutex);
-    if (!tu_list_is_linked(&new->link)) {
-        free(new);
-    } else {
-        __atomic_store_n(&watched[fd], new, __ATOMIC_RELEASE);
-    }
     if (pair == NULL) {
         return admitted;
     }
@@ -910,13 +909,12 @@ static ssize_t gate_recv(int fd, void *data, size_t length, int flags)
     current = tu_le64_to(socket->answer.epoch) == tu_le64_to(socket->proof.epoch);
     if (!has_code(socket->answer.code, socket->key, current ? "accept" : "epoch", &socket->place, socket->answer.epoch,
                   socket->proof.nonce)) {
-        current = false;
-    } else if (!current) {
-        note_epoch(socket);
+        errno = ECONNREFUSED;
+        return -1;
     }
     if (!current) {
-        errno = ECONNREFUSED; /* UCX connects again */
-        return -1;
+        note_epoch(socket);
+        return 0; /* the peer closes it; UCX connects again */
     }
     forget(fd);
     return recv(fd, data, length, flags);

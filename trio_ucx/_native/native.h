@@ -32,8 +32,8 @@
  *                               _from_request           worker->closed and is freed    worker is destroyed
  *                                                       by tu_worker_destroy
  *   tu_gate_t                   tu_worker_create        tu_worker_destroy              no
- *   tu_pair_t                   tu_gate_add             tu_gate_remove,                no
- *                                                       tu_worker_destroy
+ *   tu_pair_t                   tu_gate_add             tu_gate_remove, _shut_ended,   no
+ *                                                       _add, tu_worker_destroy
  *   tu_listener_t               tu_listener_create      tu_listener_destroy            as the argument of callbacks
  *   tu_am_queue_t               tu_am_open              tu_am_close                    as the argument of callbacks
  *   tu_am_message_t             the callback of its     tu_am_close while it is        no; its data, unless copied,

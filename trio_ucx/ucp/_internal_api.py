@@ -26,7 +26,7 @@ from ._memory.pointers import check_elements
 from ._quirks import descriptors
 from ._quirks.default_options import DEFAULT_OPTIONS
 from ._quirks.key_gate import Admission
-from ._quirks.network_devices import at_control_socket, without_own
+from ._quirks.network_devices import at_control_socket, is_own, without_own
 from ._quirks.option_limits import OptionError
 from ._status import (
     Error,
@@ -99,6 +99,7 @@ __all__ = [
     "at_control_socket",  # restricts an address to the device of a control socket
     "check_without_shared_memory",  # refuses two workers that have no other transport in common
     "decode_worker_address",  # makes a WorkerAddress from its bytes
+    "is_own",  # True if this host has an IP address
     "new_key",  # makes a random key
     "obstacle_to_shared_memory",  # says why two workers cannot use shared memory
     "without_own",  # leaves this host's own addresses out of a peer's address

@@ -15,8 +15,8 @@ class KeyPair:
     """The keys of two workers.
 
     Attributes:
-        ours: opens our data ports. The peer shows it where it connects to us, and as its answer where we connect.
-        theirs: opens the peer's.
+        ours: opens our data ports. Where the peer connects to us, each side proves that it knows this key.
+        theirs: opens the peer's, in the same way.
     """
 
     ours: bytes = attrs.field(repr=False)

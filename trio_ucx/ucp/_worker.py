@@ -264,7 +264,7 @@ class Worker(metaclass=OpenedNotConstructed):
         Cancellation: no endpoint is opened.
 
         Raises:
-            PermissionError: the peer can show no key (it has no trio_ucx, or ``address`` is a socket address), and its
+            PermissionError: the peer has no key (it has no trio_ucx, or ``address`` is a socket address), and its
                 hosts are not admitted without one: see :meth:`admit`.
             OSError: unknown host; not of the worker's address family; no transport reaches the peer, or only shared
                 memory would, and the two sides cannot use that (EHOSTUNREACH); the peer has another TCP_RX_SEG_SIZE;
@@ -317,7 +317,7 @@ class Worker(metaclass=OpenedNotConstructed):
         Cancellation: no listener is opened.
 
         Raises:
-            PermissionError: clients of a raw listener show no key, and no host is admitted without one: see
+            PermissionError: clients of a raw listener have no key, and no host is admitted without one: see
                 :meth:`admit`.
             OSError: the address is in use, or not ours; unknown host; too few file descriptors are left (EMFILE).
             TypeError, ValueError: a wrong argument.
@@ -693,6 +693,7 @@ async def open_worker(
 
     Raises:
         OSError: too few file descriptors are left (EMFILE), or limits leave no room for shared memory.
+        PermissionError: strangers cannot be kept away from the worker's TCP ports.
         TypeError, ValueError: a wrong argument; an option that UCX does not know.
         UCXError: UCX cannot start, or create a worker.
         RuntimeError: ``context`` was closed; the parent process had UCX open when it forked this one; with ``shared``,

@@ -62,7 +62,7 @@ class Admission:
         self._native = native
 
     def peer_has_it(self) -> None:
-        """The peer has the keys, too: they are shown before those that it may not have. Not after :meth:`end`."""
+        """The peer has the keys, too: they are used before those that it may not have. Not after :meth:`end`."""
         lib.tu_gate_know(self._native)
 
     def end(self) -> None:
@@ -186,7 +186,7 @@ class KeyGate:
         if self.handle is None:
             return self.address
         pair = KeyPair(ours=new_key(), theirs=new_key())
-        lib.tu_gate_show_by_default(self.let_in(pair, None)._native)
+        lib.tu_gate_use_by_default(self.let_in(pair, None)._native)
         ports = self.address.tcp_addresses or tuple(self._ports)  # the address may have an unknown layout
         return self.address._changed(keys=pair.ours + pair.theirs, tcp_addresses=ports)
 

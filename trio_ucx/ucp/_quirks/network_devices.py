@@ -67,9 +67,9 @@ def without_own(address: WorkerAddress, ours: WorkerAddress) -> WorkerAddress:
     return address if len(hosts) == len({*address._tcp_hosts}) else _without_others(address, hosts)
 
 
-def is_own(host: str) -> bool:
+def is_own(host: str, scope: int = 0) -> bool:
     """True if this host has an IP address, in this network namespace."""
-    return lib.tu_is_own_address(ffi.new("tu_address_t *", (int(family_of(host)), host.encode(), 0, 0)))
+    return lib.tu_is_own_address(ffi.new("tu_address_t *", (int(family_of(host)), host.encode(), 0, scope)))
 
 
 @lru_cache(maxsize=64)
