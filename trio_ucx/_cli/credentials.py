@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 from .._opening.authkey import AUTHKEY, AUTHKEY_FILE, DEFAULT_FILE, authkey, read_authkey
+from .._util.hidden import HiddenBytes, HiddenText
 
 #: For the help of a command.
 ABOUT_KEYS = (
@@ -54,8 +55,8 @@ def server_key(arguments: argparse.Namespace) -> tuple[bytes | None, str | None]
     """Returns the key of ``--listen``; and its text, if it is a new one."""
     if arguments.authkey or arguments.allow_anyone:
         return arguments.authkey, None
-    new_key = secrets.token_hex(16)
-    return new_key.encode(), new_key
+    new_key = HiddenText(secrets.token_hex(16))
+    return HiddenBytes(new_key.encode()), new_key
 
 
 def announce(arguments: argparse.Namespace, address: str, new_key: str | None, *options: str) -> None:
