@@ -67,6 +67,9 @@ EXTENSIONS = {
     "chain": ["build.c", "node.c", "post.c", "run.c", "expressions.c", "report.c", "crc32c.c"],
 }
 
+#: The module parses what peers send. (Some compilers set the second themselves, hence -U.)
+HARDENING = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
+
 # cffi's own part of the translation unit does not compile cleanly under -Wextra; ours does.
 PREAMBLE = """
 #pragma GCC diagnostic ignored "-Wunused-parameter"
@@ -93,11 +96,14 @@ def for_development() -> list[str]:
     return ["-Werror", "-UNDEBUG"] if os.environ.get("TRIO_UCX_WERROR") == "1" else []
 
 
-def ucx_location() -> tuple[list[str], list[str], list[str]]:
-    """Returns (compiler arguments, link arguments, run-time search path)."""
+def ucx_location() -> tuple[list[str], list[str]]:
+    """Returns (compiler arguments, link arguments).
+
+    The module gets no run-time search path: trio_ucx/_native/__init__.py opens the right library before it.
+    """
     if use_system_ucx():
         includes = [word[2:] for word in pkg_config("--cflags-only-I")]
-        return [word for path in includes for word in ("-isystem", path)], pkg_config("--libs-only-L"), []
+        return [word for path in includes for word in ("-isystem", path)], pkg_config("--libs-only-L")
     try:
         import libucx
     except ImportError:
@@ -107,14 +113,11 @@ def ucx_location() -> tuple[list[str], list[str], list[str]]:
         ) from None
 
     home = Path(libucx.__file__).parent
-    # trio_ucx/_native/__init__.py opens the wheel's library first, by its full path. The search path is for tools like
-    # ldd, and tells that module which UCX this build was for. (It also finds an installed wheel when the user asks for
-    # the system's UCX by TRIO_UCX_SYSTEM_UCX=1.)
-    return ["-isystem", str(home / "include")], [f"-L{home / 'lib'}"], ["$ORIGIN/../../libucx/lib"]
+    return ["-isystem", str(home / "include")], [f"-L{home / 'lib'}"]
 
 
 def make_builder() -> FFI:
-    compiler_arguments, link_arguments, search_path = ucx_location()
+    compiler_arguments, link_arguments = ucx_location()
     ffi = FFI()
     extensions = [folder for folder in EXTENSIONS if (ROOT / NATIVE / folder).exists()]
     sources = [*SOURCES, *(f"{folder}/{source}" for folder in extensions for source in EXTENSIONS[folder])]
@@ -125,12 +128,18 @@ def make_builder() -> FFI:
         "trio_ucx._native._ucx",
         includes + PREAMBLE,
         sources=[str(NATIVE / source) for source in sources],
-        define_macros=[("TU_EXTENSIONS", " ".join(f"TU_EXTENSION({folder})" for folder in extensions))],
+        define_macros=[
+            ("TU_EXTENSIONS", " ".join(f"TU_EXTENSION({folder})" for folder in extensions)),
+            ("TU_UCX", '"the system"' if use_system_ucx() else '"libucx"'),
+        ],
         depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / NATIVE).rglob("*.h"))],
         include_dirs=[str(NATIVE)],
         libraries=["ucp", "ucs"],
-        extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra", *for_development(), *compiler_arguments],
-        extra_link_args=[*link_arguments, *(f"-Wl,-rpath,{path}" for path in search_path)],
+        extra_compile_args=[
+            *("-std=gnu11", "-O2", "-Wall", "-Wextra"),
+            *(*HARDENING, *for_development(), *compiler_arguments),
+        ],
+        extra_link_args=[*link_arguments, "-Wl,-z,relro,-z,now"],
     )
     return ffi
 

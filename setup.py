@@ -52,6 +52,13 @@ class Build(build_ext):
             )
         super().run()
 
+    def build_extensions(self) -> None:
+        """Builds without the run-time search path that Python's own flags may have: a folder of this machine."""
+        linker = self.compiler.linker_so
+        wanted = os.environ.get("LDFLAGS", "").split()
+        linker[:] = [word for word in linker if word in wanted or not word.startswith(("-Wl,-rpath", "-Wl,-R"))]
+        super().build_extensions()
+
 
 refuse_free_threading()
 setup(

@@ -27,7 +27,7 @@ def build(folder: Path) -> Path:
     """Compiles them against the headers that trio_ucx was compiled against."""
     from build_ffi import NATIVE, ucx_location
 
-    compiling, linking, _ = ucx_location()
+    compiling, linking = ucx_location()
     made = folder / "loops.so"
     # -l: what trio_ucx has loaded is used, by its soname.
     options = ["-std=gnu11", "-O2", "-Wall", "-shared", "-fPIC", "-DTU_EXTENSIONS=", f"-I{ROOT / NATIVE}"]

@@ -41,8 +41,7 @@ repair() { # WHEEL FOLDER: UCX is not bundled, as libucx-cu12 has it; newer symb
     abi3audit --strict "$wheel"
     python -m zipfile -e "$wheel" "$work/unpacked"
     path=$(patchelf --print-rpath "$work"/unpacked/trio_ucx/_native/_ucx.abi3.so)
-    # shellcheck disable=SC2016
-    [ "$path" = '$ORIGIN/../../libucx/lib' ] || { echo "the compiled module looks for libraries in $path" >&2; exit 1; }
+    [ -z "$path" ] || { echo "the compiled module looks for libraries in $path" >&2; exit 1; }
     check "$wheel"
 }
 

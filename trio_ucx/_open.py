@@ -29,6 +29,7 @@ from ._opening.options import KEEPALIVE_INTERVAL, ConnectOptions, check_exchange
 from ._opening.unix import unix_path
 from ._util.arguments import check_in_trio, check_timeout
 from ._util.handles import OpenedNotConstructed
+from ._util.hidden import hide, hide_authkey
 from ._util.socket_addresses import (
     Resolved,
     SocketAddress,
@@ -349,6 +350,7 @@ def connect(
         RuntimeError: the context manager was entered or awaited before; a raw receive waits on ``worker`` that could
             take messages of its first Connection.
     """
+    authkey = hide(authkey)
     destinations = [
         _Destination.check(one, worker, connect_timeout, happy_eyeballs_delay, local_address)
         for one in addresses_in(address)
@@ -372,4 +374,5 @@ async def open_ucx_stream(
 
     Raises: as :func:`connect`.
     """
+    hide_authkey(options)
     return await connect((host, port), worker=worker, **options)

@@ -20,6 +20,7 @@ from ._opening.unix import open_unix_listener, unix_path
 from ._peer_info import Admit
 from ._server import Handler, OnHandlerError, Server
 from ._util.arguments import check_in_trio, check_integer, check_timeout
+from ._util.hidden import hide, hide_authkey
 from ._util.socket_addresses import SocketAddress, format_address
 from .ucp import Worker
 
@@ -90,6 +91,7 @@ async def open_ucx_listeners(
         RuntimeError: a raw receive waits on ``worker`` that could take messages of its first Connection.
         trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke.
     """
+    authkey = hide(authkey)
     check_in_trio()
     host, port = listening_address(port, host)
     path = unix_path((host, port))
@@ -211,6 +213,7 @@ async def serve_ucx(
         OSError, TypeError, ValueError, UCXError, RuntimeError: as :func:`open_ucx_listeners`.
         trio.ClosedResourceError, trio.BrokenResourceError: ``worker`` was closed, or broke, before the server listened.
     """
+    hide_authkey(options)
     if on_handler_error not in ("raise", "log") and not callable(on_handler_error):
         raise ValueError(f"on_handler_error must be 'raise', 'log' or a function, not {on_handler_error!r}")
     if inspect.iscoroutinefunction(on_handler_error):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -90,6 +91,25 @@ def test_warnings_are_errors_only_where_asked_for(source: Path) -> None:
     code = "import build_ffi; print('-Werror' in build_ffi.make_builder()._assigned_source[3]['extra_compile_args'])"
     assert run(code, source).stdout == "False\n"
     assert run(code, source, TRIO_UCX_WERROR="1").stdout == "True\n"
+
+
+def dynamic_section(path: str) -> dict[int, int]:
+    """Returns what a shared library of 64 bits tells the dynamic linker: values by tag (``elf.h``)."""
+    data = Path(path).read_bytes()
+    offset, count = struct.unpack_from("<Q", data, 32)[0], struct.unpack_from("<H", data, 56)[0]
+    headers = [struct.unpack_from("<IIQQQQQQ", data, offset + 56 * number) for number in range(count)]
+    [(_, _, start, _, _, size, _, _)] = [header for header in headers if header[0] == 2]  # PT_DYNAMIC
+    return dict(struct.unpack_from("<QQ", data, at) for at in range(start, start + size, 16))
+
+
+def test_the_compiled_module_is_hardened() -> None:
+    """It parses what peers send; and it looks for libraries in no folder of the machine that built it."""
+    file = sys.modules["trio_ucx._native._ucx"].__file__
+    assert file is not None
+    symbols, dynamic = Path(file).read_bytes(), dynamic_section(file)
+    assert b"__stack_chk_fail" in symbols and re.search(rb"__(memcpy|snprintf|vsnprintf|fprintf)_chk", symbols)
+    runpath, rpath, flags, now = 29, 15, 30, 8
+    assert not {runpath, rpath} & dynamic.keys() and dynamic[flags] & now
 
 
 #: Connections over both transports, and what becomes of request chains, which this build is without.

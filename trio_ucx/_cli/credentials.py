@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 from .._opening.authkey import AUTHKEY, AUTHKEY_FILE, DEFAULT_FILE, authkey, read_authkey
+from .._util.hidden import HiddenBytes, HiddenText
 
 #: For the help of a command.
 ABOUT_KEYS = (
@@ -54,19 +55,21 @@ def server_key(arguments: argparse.Namespace) -> tuple[bytes | None, str | None]
     """Returns the key of ``--listen``; and its text, if it is a new one."""
     if arguments.authkey or arguments.allow_anyone:
         return arguments.authkey, None
-    new_key = secrets.token_hex(16)
-    return new_key.encode(), new_key
+    new_key = HiddenText(secrets.token_hex(16))
+    return HiddenBytes(new_key.encode()), new_key
 
 
-def announce(arguments: argparse.Namespace, address: str, new_key: str | None, *options: str) -> None:
+def announce(arguments: argparse.Namespace, listening: str, reachable: str, new_key: str | None, *options: str) -> None:
     """Prints where ``--listen`` listens, and what to type on the other machine.
 
     Args:
+        listening: the address, which other machines may not be able to connect to: 0.0.0.0, say.
+        reachable: an address for other machines.
         options: for that command.
     """
     if arguments.json:
-        print(json.dumps({"listening": address, **({"authkey": new_key} if new_key else {})}), flush=True)
+        print(json.dumps({"listening": listening, **({"authkey": new_key} if new_key else {})}), flush=True)
         return
-    command = f"{f'{AUTHKEY}={new_key} ' if new_key else ''}{arguments.prog} {shlex.join([*options, address])}"
+    command = f"{f'{AUTHKEY}={new_key} ' if new_key else ''}{arguments.prog} {shlex.join([*options, reachable])}"
     same = ", with the same key" if arguments.authkey else ""
-    print(f"listening at {address}\non the other machine{same}: {command}", flush=True)
+    print(f"listening at {listening}\non the other machine{same}: {command}", flush=True)

@@ -15,6 +15,7 @@ from functools import partial
 import trio
 
 from .._opening.authkey import AUTHKEY
+from .._util.hidden import HiddenText
 from .errors import AlreadyReported, PerfError, how_it_ended
 
 #: Seconds that the server process may take to start, and to end by itself.
@@ -29,7 +30,7 @@ ONLY_PARENT_HEEDS_CTRL_C = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
 
 async def run_pair(arguments: argparse.Namespace) -> int:
     """Starts a server and a client, and ends both in any case."""
-    authkey = secrets.token_hex(16)
+    authkey = HiddenText(secrets.token_hex(16))
     async with open_server(arguments.transports, authkey) as address, trio.open_nursery() as nursery:
         command = [*ONLY_PARENT_HEEDS_CTRL_C, *PERF, *transport_options(arguments.transports)]
         command += [address, *client_options(arguments)]

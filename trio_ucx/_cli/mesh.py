@@ -26,6 +26,7 @@ import attrs
 import trio
 
 from .._opening.authkey import AUTHKEY
+from .._util.hidden import HiddenText
 from .errors import how_it_ended
 
 #: Seconds that the other ranks may take to end by themselves after one has failed, and then after SIGTERM.
@@ -131,7 +132,7 @@ async def run_ranks(arguments: argparse.Namespace) -> int:
 
 def environments(size: int, meeting: Path) -> Iterator[dict[str, str]]:
     """The environment of each rank, as :mod:`trio_ucx.mesh._place` reads it."""
-    authkey = secrets.token_hex(32)
+    authkey = HiddenText(secrets.token_hex(32))
     for rank in range(size):
         yield {
             "PYTHONUNBUFFERED": "1",  # or lines would come late, because stdout is a pipe

@@ -216,8 +216,8 @@ async def run_server(arguments: argparse.Namespace) -> int:
     quiet = arguments.until_stdin_closes  # the client runs on this machine, and prints what is wrong
     async with chosen_worker(arguments.transports) as worker, trio.open_nursery() as nursery:
         server = await nursery.start(partial(serve_ucx, handle, port, host=host, worker=worker, **credentials))
-        address = format_address(server[0].address)
-        announce(arguments, address, new_key, *transport_options(arguments.transports))
+        listening, reachable = format_address(server[0].address), format_address(server.address)
+        announce(arguments, listening, reachable, new_key, *transport_options(arguments.transports))
         if arguments.until_stdin_closes:
             async with trio.lowlevel.FdStream(sys.stdin.fileno()) as stdin:
                 await stdin.receive_some(1)

@@ -185,7 +185,7 @@ def _preload_wheel() -> None:
 
 
 def _preload_system() -> None:
-    """Opens the system's library, so that ours binds to that one although it would look for the wheel's first."""
+    """Opens the system's library, so that ours binds to it by soname."""
     _try_log("libucs.so.0")
     try:
         ctypes.CDLL("libucp.so.0")
@@ -252,14 +252,14 @@ def _compiled_module_missing() -> str:
 
 
 def _built_for_system() -> bool:
-    """True if the compiled module lacks the search path of the PyPI wheel, without loading it (and with it a UCX)."""
+    """True if the compiled module says so (``library.c``), without loading it (and with it a UCX)."""
     from importlib.util import find_spec
 
     spec = find_spec(f"{__name__}._ucx")
     if spec is None or spec.origin is None:
         return False
     with open(spec.origin, "rb") as file:
-        return b"libucx/lib" not in file.read()
+        return b"trio_ucx was built for the system" in file.read()
 
 
 def check_versions(library: UCXLibrary, advice: str | None = None) -> None:

@@ -20,6 +20,10 @@
 
 int64_t tu_allocations_left = -1;
 
+/* Which UCX the build was for: trio_ucx/_native/__init__.py reads it from the file, before it loads either. */
+extern const char tu_built_for[];
+const char tu_built_for[] = "trio_ucx was built for " TU_UCX;
+
 /* For tests only: after `allowed` more allocations by this module, all fail; -1 ends that. UCX's allocations, and those
  * of the log, are not affected. */
 void tu_test_refuse_memory(int64_t allowed)

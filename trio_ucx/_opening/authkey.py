@@ -7,6 +7,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from .._util.hidden import HiddenBytes, HiddenDict
 from .._util.text import printable
 
 #: The environment variables with the key, and with the path of a file that holds it.
@@ -38,13 +39,13 @@ def authkey() -> bytes | None:
             or this process may not read it.
         OSError: the file that ``TRIO_UCX_AUTHKEY_FILE`` names cannot be read.
     """
-    return find_authkey(os.environ)
+    return find_authkey(HiddenDict(os.environ))
 
 
 def find_authkey(environment: Mapping[str, str]) -> bytes | None:
     """Returns the key that :func:`authkey` finds in this environment."""
-    if (text := environment.get(AUTHKEY)) is not None:
-        return _check(os.fsencode(text).strip(), AUTHKEY)
+    if AUTHKEY in environment:
+        return _check(HiddenBytes(os.fsencode(environment[AUTHKEY]).strip()), AUTHKEY)
     if path := environment.get(AUTHKEY_FILE, "").strip():
         return read_authkey(path, f"{AUTHKEY_FILE}={printable(path)}")
     folder = environment.get("XDG_CONFIG_HOME", "")
@@ -85,7 +86,7 @@ def read_authkey(path: str | Path, name: str) -> bytes:
                 f"{name}: other users can read or change this file (mode {mode:04o}): chmod 600 it; "
                 "for a Secret of Kubernetes, set defaultMode: 0440"
             )
-        key = file.read().strip()
+        key = HiddenBytes(file.read().strip())
     if not key:
         raise ValueError(f"{name}: the file is empty. Put {MIN_AUTHKEY} bytes or more there, and on the other side")
     return _check(key, name)
@@ -109,4 +110,4 @@ def check_authkey(authkey: bytes | None, make: str = "token_bytes(32)") -> bytes
             f"authkey has {len(authkey)} bytes, but needs at least {MIN_AUTHKEY}, because shorter keys can be guessed. "
             f"Make one with secrets.{make}, for instance, and give it to both sides"
         )
-    return bytes(authkey)
+    return HiddenBytes(authkey)

@@ -17,6 +17,7 @@ import trio
 
 from .. import Backoff, Connection, Listener, NotAdmitted, NotTrioUCX, open_ucx_listeners, open_ucx_stream
 from .._opening.backoff import is_temporary, waits
+from .._util.hidden import HiddenBytes
 from .._util.process import host_name, this_host
 from .._util.socket_addresses import format_address, is_loopback
 from .._util.text import printable
@@ -47,7 +48,7 @@ class Contact:
     hosts: list[str]
     port: int
     machine: str
-    authkey: str
+    authkey: str = attrs.field(repr=False)
 
     def addresses(self) -> list[tuple[str, int]]:
         hosts = ["127.0.0.1"] if self.machine == _machine() else map(printable, self.hosts)
@@ -84,13 +85,13 @@ async def open_meeting_point(
         path, text = None, b""
     else:
         if options["authkey"] is None:
-            options["authkey"] = secrets.token_hex(32).encode()
+            options["authkey"] = HiddenBytes(secrets.token_hex(32).encode())
         listeners = await open_ucx_listeners(0, worker=worker, **options)
         contact = Contact(
             _own_hosts(listeners[0].worker), listeners[0].address[1], _machine(), options["authkey"].decode("latin-1")
         )
         path = place.meeting.path if isinstance(place.meeting, AtFile) else None
-        text = json.dumps(attrs.asdict(contact)).encode()
+        text = HiddenBytes(json.dumps(attrs.asdict(contact)).encode())
     try:
         if path is not None:
             _meeting_file.write(path, text)
@@ -132,7 +133,7 @@ async def reach_rank_0(
                 else:
                     assert contact is not None
                     addresses = contact.addresses()
-                    options["authkey"] = place.authkey or contact.authkey.encode("latin-1")
+                    options["authkey"] = place.authkey or HiddenBytes(contact.authkey.encode("latin-1"))
             except (OSError, ValueError, TypeError) as error:
                 problem, addresses = printable(str(error)), []
             for address in addresses:

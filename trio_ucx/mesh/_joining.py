@@ -14,6 +14,7 @@ from .._opening.authkey import check_authkey
 from .._opening.options import check_worker
 from .._util.arguments import check_in_trio, check_timeout
 from .._util.contained import report
+from .._util.hidden import HiddenDict, hide_authkey
 from .._util.interrupts import protected_asynccontextmanager
 from ..ucp import Worker
 from ._contact import open_meeting_point, reach_rank_0
@@ -79,6 +80,7 @@ async def join(
         OSError: rank 0 cannot listen at the meeting point, or write its file there; or it does not accept this rank.
         TypeError, ValueError: a wrong argument, or a wrong value in the environment.
     """
+    hide_authkey(options)
     check_in_trio()
     if on_loss not in ("cancel", "continue"):
         raise ValueError(f"on_loss must be 'cancel' or 'continue', not {on_loss!r}")
@@ -87,7 +89,7 @@ async def join(
     timeout = check_timeout(timeout, "timeout")
     worker = check_worker(worker)
     authkey = check_authkey(options.pop("authkey", None))
-    place = find_place(os.environ, rank=rank, size=size, meeting=meeting, authkey=authkey)
+    place = find_place(HiddenDict(os.environ), rank=rank, size=size, meeting=meeting, authkey=authkey)
     members = Members(place.rank, place.size, fatal=on_loss == "cancel")
     scope = trio.CancelScope()
 

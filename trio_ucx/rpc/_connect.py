@@ -9,6 +9,7 @@ import trio
 
 from .. import Backoff, Connection, ConnectOptions
 from .. import connect as connect_one
+from .._util.hidden import hide_authkey
 from .._util.interrupts import protected_asynccontextmanager
 from ..ucp import Worker
 from ._client import Client
@@ -51,6 +52,7 @@ async def connect(
 
     Raises: as :func:`trio_ucx.connect`.
     """
+    hide_authkey(options)
     several = list(addresses) if isinstance(addresses, list) else [addresses]
     if not several:
         raise ValueError("at least one address is needed")

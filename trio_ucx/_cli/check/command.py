@@ -75,7 +75,7 @@ async def listen(arguments: argparse.Namespace) -> int:
     logging.getLogger("trio.serve_listeners").disabled = True  # of many strangers, each would cost lines
     async with ucp.open_worker() as worker:
         own = [ip for ip, _ in worker.address.tcp_addresses]
-        address = reachable_address([each.socket.getsockname()[:2] for each in listeners], own)
-        announce(arguments, format_address(address), new_key)
+        address = format_address(reachable_address([each.socket.getsockname()[:2] for each in listeners], own))
+        announce(arguments, address, address, new_key)
         await trio.serve_listeners(partial(serve, worker=worker, authkey=authkey), listeners)
     return 0

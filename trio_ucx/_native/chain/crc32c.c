@@ -26,6 +26,8 @@ static uint32_t bytewise(uint32_t crc, const unsigned char *data, size_t length)
 }
 
 #if defined(__x86_64__)
+#include <cpuid.h>
+
 #ifdef __clang__ /* for GCC, the instruction belongs to SSE 4.2; for Clang, it is a feature of its own */
 #define TARGET "sse4.2,crc32"
 #else
@@ -48,9 +50,23 @@ __attribute__((target(TARGET))) static uint32_t by_instruction(uint32_t crc, con
     return crc;
 }
 
+/* Not by __builtin_cpu_supports: zig links its run-time library for that, with another __stack_chk_fail than glibc's. */
+static int has_instruction(void)
+{
+    static int known; /* 1: no, 2: yes; other threads that find it out at the same time write the same */
+    int found = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    unsigned a, b, c, d;
+
+    if (found == 0) {
+        found = 1 + (__get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_SSE4_2) != 0);
+        __atomic_store_n(&known, found, __ATOMIC_RELAXED);
+    }
+    return found == 2;
+}
+
 uint32_t tu_crc32c(const void *data, size_t length)
 {
-    return ~(__builtin_cpu_supports("sse4.2") ? by_instruction(~0u, data, length) : bytewise(~0u, data, length));
+    return ~(has_instruction() ? by_instruction(~0u, data, length) : bytewise(~0u, data, length));
 }
 #else
 uint32_t tu_crc32c(const void *data, size_t length)
