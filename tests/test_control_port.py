@@ -208,7 +208,7 @@ OTHER_PROTOCOLS = {
     "proxy": (b"PROXY TCP4 192.0.2.1 192.0.2.2 1 2\r\n", "a proxy that sends the PROXY header"),
     "proxy v2": (b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c" + bytes(12), "a proxy that sends the PROXY header"),
     "ssh": (b"SSH-2.0-OpenSSH_9.6\r\n", "not a trio_ucx peer"),
-    "old version": (MAGIC + struct.pack("<HH", 2, 0) + bytes(60), "refused"),
+    "old version": (MAGIC + struct.pack("<HH", 1, 0) + bytes(60), "refused"),
 }
 
 
