@@ -208,6 +208,7 @@ def some_worker(**changes: Any) -> WorkerAddress:
         "shared_memory_kinds": frozenset(("sysv", "posix")),
         "features": Feature.ALL,
         "sizes": DEFAULT_SIZES,
+        "wake_folder": bytes(range(16)),
         "tcp_addresses": (("192.0.2.2", 0xEC3D), ("127.0.0.1", 0xBF4B)),
     }
     return WorkerAddress._create(**{**fields, **changes})

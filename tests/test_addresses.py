@@ -227,11 +227,12 @@ def test_address_that_ucx_does_not_make() -> None:
 
 
 @pytest.mark.parametrize("mode", [ucp.ErrorMode.PEER, ucp.ErrorMode.NONE])
-async def test_endpoint_to_another_network_has_no_shared_memory(mode: ucp.ErrorMode) -> None:
-    """The other network namespace is the address's claim here; tests/test_namespaces.py has real ones."""
-    admit = ["127.0.0.1"]  # UCX uses the loopback address, which really is in this network
+async def test_endpoint_to_another_namespace_has_no_shared_memory(mode: ucp.ErrorMode) -> None:
+    """The other namespace is the address's claim here; tests/test_namespaces.py has real ones."""
+    admit = ["127.0.0.1"]  # the address has no keys
     async with ucp.open_worker(admit=admit) as ours, ucp.open_worker(admit=admit) as theirs:
-        for address, shared in (theirs.address, True), (moved(theirs.address, 1), False):
+        elsewhere = theirs.address._changed(host=attrs.evolve(theirs.address.host, ipc_namespace=1))
+        for address, shared in (theirs.address, True), (elsewhere, False):
             endpoint = await ours.open_endpoint(address, error_mode=mode)
             with trio.fail_after(15):
                 await endpoint.tag_send(b"x", 1)
@@ -239,6 +240,14 @@ async def test_endpoint_to_another_network_has_no_shared_memory(mode: ucp.ErrorM
                 names = {each.name for each in endpoint.transports}
             endpoint.abort()
             assert bool(names & {"sysv", "posix"}) is shared and ("tcp" in names or shared), names
+
+
+@pytest.mark.parametrize("mode", [ucp.ErrorMode.PEER, ucp.ErrorMode.NONE])
+async def test_own_addresses_are_not_those_of_another_network(mode: ucp.ErrorMode) -> None:
+    async with ucp.open_worker() as ours, ucp.open_worker() as theirs:
+        address = moved(ucp.WorkerAddress(bytes(theirs.address)), 1)
+        with pytest.raises(OSError, match="Destination is unreachable"):
+            await ours.open_endpoint(address, error_mode=mode)
 
 
 @pytest.mark.parametrize(

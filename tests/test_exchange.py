@@ -748,6 +748,8 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str | None]] = {
     "an unknown release": ({"release": (1, 23)}, "UCX 1.22 and UCX 1.23 describe shared memory differently"),
     "no error handling": ({"shared_memory": False}, "MM_ERROR_HANDLING=n"),
     "no shared memory": ({"shared_memory_kinds": frozenset()}, "no shared memory"),
+    "another folder": ({"wake_folder": b"another's folder"}, "different folders for wake-up sockets"),
+    "no folder": ({"wake_folder": bytes(16)}, "different folders for wake-up sockets"),
 }
 
 

@@ -42,7 +42,8 @@ ENDS = {
 #: What the rules of the exchange may import besides: they compute codes and checksums, and need records of ``ucp``.
 EXCHANGE = {
     *("hashlib", "hmac", "zlib"),
-    *("trio_ucx._util.fields.Field", "trio_ucx._util.fields.Layout", "trio_ucx._util.text.printable"),
+    *("trio_ucx._util.fields.Field", "trio_ucx._util.fields.Layout"),
+    *("trio_ucx._util.hidden.HiddenBytes", "trio_ucx._util.text.printable"),
     *("trio_ucx.ucp.WorkerAddress", "trio_ucx.ucp._internal_api.decode_worker_address"),
     *(f"trio_ucx.ucp._internal_api.{name}" for name in ("EndpointSummary", "KeyPair", "new_key")),
     "trio_ucx.ucp._internal_api.check_without_shared_memory",

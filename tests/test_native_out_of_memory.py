@@ -52,7 +52,7 @@ class Side:
         self.context = context[0]
         stack.callback(lib.tu_context_destroy, self.context)
         ports = ffi.new("tu_port_range_t *")
-        assert lib.tu_worker_create(self.context, ffi.NULL, 0, ports, worker) == Status.OK
+        assert lib.tu_worker_create(self.context, ffi.NULL, 0, ports, b"", worker) == Status.OK
         self.worker = worker[0]
         KeyGate(self.worker, some_worker(tcp_addresses=()), None).admit([ip_network("0.0.0.0/0")])
         stack.callback(lib.tu_worker_destroy, self.worker)
@@ -447,7 +447,7 @@ def test_fence_outlives_the_put_behind_it(sides: tuple[Side, Side], way_out: str
     assert lib.tu_memory_map(owner.context, ffi.NULL, length, -1, 0b1111, memory) == Status.OK
     assert lib.tu_memory_query(memory[0], base, size, ffi.new("int *")) == Status.OK
     token = bytes(range(16))
-    served = lib.tu_memory_serve(owner.context, memory[0], token, base[0], length, Access.ALL)
+    served = lib.tu_memory_serve(owner.context, memory[0], token, base[0], length, Access.ALL, False)
     seen = memoryview(ffi.buffer(ffi.cast("char *", base[0]), length))
     seen[:] = bytes(length)
     way = ffi.new("tu_access_path_t *", {"messages": True, "length": length})
@@ -484,7 +484,7 @@ def test_owner_without_memory_says_so(sides: tuple[Side, Side]) -> None:
     assert lib.tu_memory_map(owner.context, ffi.NULL, 4096, -1, 0b1111, memory) == Status.OK
     assert lib.tu_memory_query(memory[0], base, size, ffi.new("int *")) == Status.OK
     token = bytes(range(16))
-    served = lib.tu_memory_serve(owner.context, memory[0], token, base[0], 4096, Access.ALL)
+    served = lib.tu_memory_serve(owner.context, memory[0], token, base[0], 4096, Access.ALL, False)
     way = ffi.new("tu_access_path_t *", {"messages": True, "length": 4096})
     ffi.memmove(way.token, token, 16)
     target = ffi.new("char[8]")

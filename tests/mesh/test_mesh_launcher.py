@@ -126,7 +126,7 @@ def test_ranks_get_their_place_and_arguments(start: Start) -> None:
         place = find_place(os.environ)
         folder = place.meeting.path.parent
         print(place.rank, place.size, len(place.authkey), folder.stat().st_mode & 0o777 == 0o700, sys.argv[1:])
-        print(place.meeting.path.exists(), place.authkey, file=sys.stderr)
+        print(place.meeting.path.exists(), place.authkey.hex(), file=sys.stderr)
     """
     status, out, err = start(text, "--ranks", "3", arguments=("--ranks", "9", "a b")).finish()
     assert status == 0

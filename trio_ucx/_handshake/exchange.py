@@ -34,6 +34,7 @@ from typing import ClassVar
 import attrs
 
 from .._rules.wire import MAGIC, MAX_GENERATION, VERSION, ProtocolError, RefusalCode
+from .._util.hidden import HiddenBytes
 from .._util.text import printable
 from ..ucp._internal_api import EndpointSummary, KeyPair, new_key
 from .peer_description import PeerDescription
@@ -460,7 +461,7 @@ class Exchange:
             self._transcript.update(code)
         else:
             self._transcript.update(frame)
-        return kind, frame[_HEAD.size :]
+        return kind, HiddenBytes(frame[_HEAD.size :])  # there may be a key in it
 
     def _receive_frame(self, kind: FrameKind, body: bytes) -> Event | None:
         match kind:
@@ -482,7 +483,7 @@ class Exchange:
             case FrameKind.WELCOME:
                 self.state = ExchangeState.TAKE
                 summary = _summary(body[: _SUMMARY.size])
-                return Welcomed(self._description(body[_SUMMARY.size :]), summary)
+                return Welcomed(self._description(HiddenBytes(body[_SUMMARY.size :])), summary)
             case FrameKind.TAKE:
                 self.state = ExchangeState.GREETING
                 generation, greet = _fields(body, _TAKE)

@@ -126,7 +126,7 @@ static void end_part(tu_transfer_t *transfer)
     (void)transfer; /* UCX completes it */
 }
 
-const tu_transfer_method_t tu_ucx_method = {.begin = begin_part, .end = end_part};
+const tu_transfer_method_t tu_ucx_method = {.sends = true, .begin = begin_part, .end = end_part};
 
 /* ---- those of one buffer ---- */
 

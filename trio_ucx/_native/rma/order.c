@@ -217,7 +217,8 @@ void tu_order_advance(tu_endpoint_t *endpoint)
             continue;
         }
         transfer = transfers->waiting;
-        if (transfer == NULL || transfers->begun >= TU_REMOTE_WINDOW || (transfer->fenced && transfer != first)) {
+        if (transfer == NULL || (transfer->fenced && transfer != first) ||
+            (transfers->begun >= TU_REMOTE_WINDOW && transfer->method != NULL && transfer->method->sends)) {
             break;
         }
         transfers->waiting = TU_LIST_NEXT(&transfers->list, transfer, link);

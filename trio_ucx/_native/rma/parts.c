@@ -200,4 +200,4 @@ void tu_parts_cancel(tu_transfer_t *whole)
     end_if_done(whole);
 }
 
-const tu_transfer_method_t tu_parts_method = {.begin = begin};
+const tu_transfer_method_t tu_parts_method = {.sends = true, .begin = begin};

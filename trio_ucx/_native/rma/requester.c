@@ -129,7 +129,7 @@ static void forget(tu_transfer_t *transfer)
     tu_list_remove(&transfer->awaiting_link);
 }
 
-const tu_transfer_method_t tu_requester_method = {.begin = begin, .end = forget};
+const tu_transfer_method_t tu_requester_method = {.sends = true, .begin = begin, .end = forget};
 
 /* ---- answers ---- */
 

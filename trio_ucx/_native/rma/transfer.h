@@ -72,6 +72,7 @@ typedef enum tu_transfer_state {
 
 /* How a transfer is carried out. */
 typedef struct tu_transfer_method {
+    bool sends;                /* it needs room in the window */
     void (*begin)(tu_transfer_t *transfer);
     void (*end)(tu_transfer_t *transfer); /* of one that has begun, and not happened: forgets it */
 } tu_transfer_method_t;
