@@ -45,7 +45,7 @@
 /* Nanoseconds between two lines in the log about strangers. */
 #define LOG_INTERVAL 60000000000u
 /* Nanoseconds after the end of a pair in which its connections stay: UCX may still write to them (WRITING_TIME). */
-#define LINGER 2000000000u
+#define LINGER_NANOSECONDS 2000000000u
 /* The most nonces that a pair remembers. */
 #define MOST_NONCES 1024
 
@@ -487,7 +487,7 @@ bool tu_gate_remove(tu_pair_t *pair)
     } else {
         explicit_bzero(pair->ours, sizeof(pair->ours));
         explicit_bzero(pair->theirs, sizeof(pair->theirs));
-        pair->shut_at = tu_now() + LINGER;
+        pair->shut_at = tu_now() + LINGER_NANOSECONDS;
         tu_list_append(&gate->ended, &pair->link);
     }
     pthread_mutex_unlock(&mutex);
@@ -696,7 +696,7 @@ static void log_stranger(tu_gate_t *gate, const struct sockaddr_storage *from)
     if (others > 0) {
         snprintf(unlogged, sizeof(unlogged), " (and %llu others since the last such line)", (unsigned long long)others);
     }
-    snprintf(text, sizeof(text), "turned away %s at a data port: it has no key%s", host, unlogged);
+    snprintf(text, sizeof(text), "turned away %s at a data port: no valid proof of a key%s", host, unlogged);
     gate->next_log = now + LOG_INTERVAL;
     gate->logged   = gate->strangers;
     tu_log_info(text);

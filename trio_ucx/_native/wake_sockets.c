@@ -3,8 +3,8 @@
  * sysv, posix and xpmem have a Unix datagram socket each, with a name that the kernel chooses in the abstract namespace
  * (uct_mm_iface_create_signal_fd). Everybody in the network namespace can send to it: an empty datagram ends the process
  * (ucp_worker_iface_check_events_do) or makes ucp_worker_arm fail, a flood keeps the worker awake. For our workers,
- * libuct's bind() gives the socket a path in a folder that only this user can enter. UCX passes the address on in the shared memory, and peers send to it. Other
- * users of the same libuct are not affected. */
+ * libuct's bind() gives the socket a path in a folder that only this user can enter. UCX passes the address on in the
+ * shared memory, and peers send to it. Other users of the same libuct are not affected. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -127,7 +127,7 @@ bool tu_keep_wakes_private(void)
     return are_private;
 }
 
-/* This thread is creating the worker that has this, until NULL. */
+/* Sets the sockets of the worker that this thread is creating; NULL: it creates none. */
 void tu_wake_opening(tu_wake_t *wake)
 {
     opening = wake;

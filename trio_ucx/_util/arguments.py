@@ -47,4 +47,4 @@ def check_timeout(value: object, name: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} is too large; math.inf is no limit") from None
+        raise ValueError(f"{name} is too large: use math.inf for no limit") from None

@@ -17,10 +17,10 @@ SYSTEMD, FIRST_USER = Path("/run/systemd/system"), 1000
 
 
 def private_folder(usable: Callable[[Path], object] = lambda folder: None) -> Path | None:
-    """Returns a folder of this user, which is made if it is missing; None if other users are in the way everywhere.
+    """Returns a folder of this user, which is made if it is missing; None if no place has a usable one.
 
     Args:
-        usable: raises OSError for a folder that does not do.
+        usable: raises OSError for an unusable folder.
     """
     name = f"trio_ucx-{os.geteuid()}"
     candidates = [SHARED / name, Path(tempfile.gettempdir(), name)]

@@ -32,7 +32,7 @@ int64_t tu_get(tu_endpoint_t *endpoint, void *address, size_t length, int memory
 /* How to reach remote memory. */
 typedef struct tu_access_path {
     char *local;               /* its address in this process; NULL: it is not mapped */
-    const char *local_token;   /* mapped with it: where its owner has the token; NULL: the owner has none there */
+    const char *local_token;   /* the token in this mapping; NULL: not mapped, or without one */
     bool messages;             /* whether messages to its owner, with the token, reach it */
     char token[16];
     uint64_t length;

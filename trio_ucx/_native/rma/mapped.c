@@ -24,7 +24,7 @@ bool tu_mapped_has_token(const char *at, const char *token)
            memcmp(at, token, TU_TOKEN_SIZE) == 0;
 }
 
-/* Returns true if the owner has not closed the memory. One without trio_ucx cannot say so. */
+/* Returns true if the owner has not closed the memory. An owner without trio_ucx cannot say so. */
 bool tu_mapped_is_open(const tu_access_path_t *path)
 {
     uint64_t token;

@@ -87,8 +87,8 @@ static size_t take_cut(tu_transfer_t *whole, tu_range_t *pieces)
     return count;
 }
 
-/* Takes whole ranges: one of up to TU_LONGEST_PART, and after a short one more, up to GATHERED bytes. A longer one is
- * cut. Returns how many. */
+/* Takes whole ranges while they fit into GATHERED bytes, at least one; cuts one that is longer than TU_LONGEST_PART.
+ * Returns how many. */
 static size_t take_whole(tu_transfer_t *whole, tu_range_t *pieces)
 {
     uint64_t room = GATHERED;

@@ -21,7 +21,7 @@
 /* A flag of a get: the answer shall be a rendezvous. */
 #define TU_REMOTE_RENDEZVOUS 1
 
-/* Bytes of a range in one message, at most: when its owner closes the memory, what is in flight still happens. */
+/* Maximum bytes of one range in one message. Messages in flight are carried out when the memory has been closed. */
 #define TU_LONGEST_PART (1024 * 1024)
 
 /* Requests of one endpoint in flight, at most. */

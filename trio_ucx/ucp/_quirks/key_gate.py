@@ -112,8 +112,8 @@ class KeyGate:
         missing = lib.tu_gate_missing()
         if missing != ffi.NULL and (address.tcp_addresses or unknown_layout is not None):
             raise _not_shut(
-                f"trio_ucx cannot replace {ffi.string(missing).decode()}() in its libucs: it does not import that from "
-                "the C library, or the system forbids to change its import table (seccomp, a security module)"
+                f"trio_ucx cannot replace {ffi.string(missing).decode()}() in libucs: libucs does not import it from "
+                "the C library, or a security policy (seccomp, a security module) forbids changing the import table"
             )
         if not {port for _, port in address.tcp_addresses} <= {port for _, port in self._ports}:
             # The address of a loopback device does not say which IP address it has.
@@ -179,9 +179,9 @@ class KeyGate:
     def public_address(self) -> WorkerAddress:
         """The worker's address with keys: from now on, whoever has it can connect.
 
-        If UCX connects to a host for which the gate has no other pair, the gate shows the second key of this address.
-        That happens when a peer that has the address makes our UCX connect back: we do not know that peer's own
-        address.
+        If UCX connects to a host for which the gate has no other pair, the gate proves that it knows the second key of
+        this address. That happens when a peer that has the address makes our UCX connect back: we do not know that
+        peer's own address.
         """
         if self.handle is None:
             return self.address

@@ -57,9 +57,9 @@ def find_folder() -> bytes:
     if folder is None:
         raise OSError(
             errno.EACCES,
-            f"no folder for its wake-up sockets can be had, into which only this user can write: neither {SHARED} nor "
-            f"{tempfile.gettempdir()} has room for trio_ucx-{os.geteuid()}, or another user has put something of that "
-            "name there. Remove that, make one of them writable, or set XDG_RUNTIME_DIR to a folder of this user",
+            "no folder for wake-up sockets, into which only this user can write: the folder "
+            f"trio_ucx-{os.geteuid()} in {SHARED} and {tempfile.gettempdir()} cannot be made, or is not this user's. "
+            "Make one of the two writable, or set XDG_RUNTIME_DIR to a folder of this user",
         )
     return os.fsencode(folder)
 

@@ -137,7 +137,7 @@ class Key:
         return Mapping(start, 0)
 
     def _hold(self, descriptor: MemoryDescriptor) -> bool:
-        """Keeps the memory if it is this process's: no kernel keeps it mapped then. Returns False if it was closed."""
+        """Keeps memory of this process, which the kernel would not keep. Returns False if it was closed."""
         if descriptor._process != this_process() or self._held is not None:
             return True
         held = lib.tu_memory_hold(descriptor._token)
@@ -203,7 +203,7 @@ def _is_emulated(core: EndpointCore) -> bool:
 
 
 def closed(doing: str) -> UCXError:
-    return UCXError(Status.NO_ELEM, f"{doing}: its owner refused, having closed it, or never allowed that")
+    return UCXError(Status.NO_ELEM, f"{doing}: its owner has closed it, or never allowed that")
 
 
 def refusal(status: int, doing: str) -> Exception | None:
