@@ -518,7 +518,7 @@ def is_open(connection: socket.socket) -> bool:
 
 
 async def test_the_end_of_a_pair_shuts_what_it_let_in() -> None:
-    """Unless there is another pair of the same peer, before or a moment later, or the worker's address is given out."""
+    """Unless there is another pair of the same peer, before or a moment later."""
     async with ucp.open_worker(config=TCP) as worker, ucp.open_worker(config=TCP) as peer:
         gate = internals(worker).key_gate
         theirs = internals(peer).identity.address
@@ -549,11 +549,32 @@ async def test_the_end_of_a_pair_shuts_what_it_let_in() -> None:
             assert 1 < await wait_closed(one) < SHUT
             await wait_closed(two)
             assert is_open(other) and not gate.has_ended
-            worker.address  # noqa: B018 - from now on the peer may hold it
+            worker.address  # noqa: B018 - gives out keys, which are others than those
             another.end()
+            await wait_closed(other)
             assert not gate.has_ended
-            await trio.sleep(SHUT)
-            assert is_open(other)
+
+
+@pytest.mark.parametrize("first", ["connection", "raw"])
+async def test_a_raw_endpoint_outlives_the_connections_beside_it(first: str) -> None:
+    """UCX may connect it while a Connection has keys for the same place."""
+    async with ucp.open_worker(config=TCP) as ours, ucp.open_worker(config=TCP) as theirs:
+        address = ucp.WorkerAddress(bytes(theirs.address))
+        raw = await ours.open_endpoint(address) if first == "raw" else None
+        async with open_pair(ours, theirs) as (connection, other):
+            raw = raw or await ours.open_endpoint(address)
+            await raw.tag_send(b"1", 1)
+            await theirs.tag_receive(bytearray(1), 1)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(connection.aclose)
+                nursery.start_soon(other.aclose)
+        await trio.sleep(SHUT)
+        with trio.fail_after(10):
+            for _ in range(3):
+                await raw.tag_send(b"2", 1)
+                await theirs.tag_receive(bytearray(1), 1)
+            await raw.flush()
+        raw.abort()
 
 
 def descriptor_connected_to(connection: socket.socket) -> int:

@@ -143,6 +143,7 @@ typedef struct tu_peer {
     size_t count;
     uint64_t uid;              /* of its worker; 0: not known */
     bool is_here;              /* it is on this host, in this network namespace */
+    bool lasting;              /* the keys are in the address of its worker */
 } tu_peer_t;
 
 #define TU_NAME_SIZE 32        /* UCX's UCP_ENTITY_NAME_MAX, the null character included */

@@ -132,6 +132,7 @@ struct tu_pair {
     size_t count;
     bool is_here;              /* the peer is on this host, in this network namespace */
     bool known;                /* the peer has it, too, as far as we know */
+    bool lasting;              /* the keys are in the address of the peer's worker: they last as long as that */
     tu_list_t let_in;          /* accepted sockets */
     uint64_t shut_at;          /* if it has ended */
 };
@@ -324,7 +325,8 @@ static tu_pair_t *pair_with_name(const tu_gate_t *gate, const char *name)
 }
 
 /* The first pair for a place that the peer has, too; else the first; or NULL. Of many exchanges at once most pairs are
- * not at the peer yet, or never will be, and UCX gives up after 25 attempts.
+ * not at the peer yet, or never will be, and UCX gives up after 25 attempts. A lasting pair comes before others: what a
+ * raw endpoint connects must not end with some Connection's keys.
  *
  * If the place is an address of this host, the peers of other hosts that have the same address are not meant;
  * `elsewhere` says if there are any. */
@@ -341,10 +343,10 @@ static tu_pair_t *pair_for_place(const tu_gate_t *gate, const place_t *place, bo
                 *elsewhere = true;
                 continue;
             }
-            if (pair->known) {
+            if (pair->known && pair->lasting) {
                 return pair;
             }
-            if (found == NULL) {
+            if (found == NULL || (pair->known && !found->known)) {
                 found = pair;
             }
         }
@@ -352,8 +354,7 @@ static tu_pair_t *pair_for_place(const tu_gate_t *gate, const place_t *place, bo
     return found;
 }
 
-/* The pair to which the connections of another one pass on that has ended; NULL if there is none. Whoever has the
- * worker's address may be the same peer, too. */
+/* Another pair of the same peer, to which the connections of one that has ended pass on; NULL if there is none. */
 static tu_pair_t *heir_of(const tu_pair_t *ended)
 {
     tu_pair_t *pair;
@@ -363,7 +364,7 @@ static tu_pair_t *heir_of(const tu_pair_t *ended)
             return pair;
         }
     }
-    return ended->gate->own;
+    return NULL;
 }
 
 static void pass_on(tu_pair_t *from, tu_pair_t *to)
@@ -432,6 +433,8 @@ tu_pair_t *tu_gate_add(tu_worker_t *worker, const char *ours, const char *theirs
     pair->places    = places;
     pair->gate      = worker->gate;
     pair->our_epoch = epoch;
+    pair->lasting   = peer->lasting;
+    pair->known     = peer->lasting;
     pair->uid       = peer->uid;
     pair->is_here   = peer->is_here;
     memcpy(pair->ours, ours, TU_KEY);

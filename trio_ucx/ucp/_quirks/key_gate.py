@@ -153,14 +153,14 @@ class KeyGate:
         """Shuts the connections of pairs that have ended some time ago."""
         self.has_ended = self.handle is not None and lib.tu_gate_shut_ended(self.handle)
 
-    def let_in(self, pair: KeyPair, address: WorkerAddress | None, epoch: int = 0) -> Admission:
+    def let_in(self, pair: KeyPair, address: WorkerAddress | None, *, lasting: bool = False) -> Admission:
         """Lets a peer in: it can connect to the data ports, and UCX can connect to its data ports.
 
         UCX does not connect to addresses of this host if the peer is on another one, or in another network namespace.
 
         Args:
             address: the peer's; None if it is not known.
-            epoch: of the first nonces. The same key must not get the same epoch again.
+            lasting: whether the keys are in that address. They may then be used again, so their epoch is random.
 
         Raises:
             OSError: there is no memory for that (ENOMEM).
@@ -170,6 +170,8 @@ class KeyGate:
             places = ffi.new("tu_address_t[]", [_native_address(*place) for place in address.tcp_addresses])
             peer.addresses, peer.count, peer.uid = places, len(places), address.uid
             peer.is_here = self.address.host.shares_network(address.host)
+        peer.lasting = lasting
+        epoch = secrets.randbits(63) if lasting else 0
         native = lib.tu_gate_add(self.handle, pair.ours, pair.theirs, epoch, peer)
         if native == ffi.NULL:
             raise OSError(errno.ENOMEM, "no memory for the keys of a peer")
@@ -206,7 +208,7 @@ class KeyGate:
             self.check_admitted(tcp_hosts(address))
             return None
         pair = KeyPair(ours=address.keys[KEY_SIZE:], theirs=address.keys[:KEY_SIZE])
-        return self.let_in(pair, address, epoch=secrets.randbits(63))
+        return self.let_in(pair, address, lasting=True)
 
     # ---- hosts that need no key ----
 
