@@ -217,7 +217,7 @@ class Peer:
                 await access()
                 pytest.fail(f"{name} was not refused")
             assert caught.value.status is ucp.Status.NO_ELEM, name
-            assert "has closed it" in str(caught.value), name
+            assert "having closed it" in str(caught.value), name
         assert set(self.buffer) <= {*OLD, *PUT}
 
     def close(self) -> None:

@@ -426,7 +426,8 @@ async def test_raw_endpoints_by_one_address_survive_new_epochs(few_nonces: int) 
 
 
 async def test_connections_survive_new_epochs() -> None:
-    """Each attempt of UCX's begins a new epoch, or learns of it."""
+    """Each attempt of UCX's begins a new epoch, or learns of it. (One that it repeats when the Connection has ended is
+    a stranger's.)"""
     lib.tu_test_most_nonces(1)
     try:
         for _ in range(3):
@@ -436,7 +437,6 @@ async def test_connections_survive_new_epochs() -> None:
                         for sender, receiver in ((client, server), (server, client)):
                             await sender.send(b"hello")
                             assert await receiver.receive() == b"hello"
-                assert strangers(one) == strangers(two) == 0
     finally:
         lib.tu_test_most_nonces(0)
 

@@ -566,10 +566,10 @@ class TestContinue:
         ranks = Ranks(tmp_path, 4, "continue")
         send_soon = _meeting._send_soon
 
-        def send_late(nursery: trio.Nursery, channel: Any, message: Any) -> None:
+        def send_late(nursery: trio.Nursery, *args: Any) -> None:
             async def send() -> None:
                 await trio.sleep(0.1)
-                send_soon(nursery, channel, message)
+                send_soon(nursery, *args)
 
             nursery.start_soon(send)
 

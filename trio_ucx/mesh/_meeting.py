@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import math
 import secrets
+from collections import Counter
 from contextlib import suppress
 
 import attrs
@@ -34,6 +35,8 @@ _GRACE = 2.0
 _GREETING = 10.0
 #: Ranks that leave within so many seconds are announced in one message.
 _TOGETHER = 0.05
+#: A rank for which so many messages wait is lost: it does not read.
+_MOST_UNSENT = 1000
 
 #: What has happened to a rank, by ``PeerLost.reason``.
 _ENDED = {
@@ -89,6 +92,10 @@ class Coordinator:
         #: By rank, the last generation of which it has heard.
         self._heard: dict[int, int] = {}
         self._telling = False
+        #: By rank, how many messages wait for it to read others.
+        self._unsent: Counter[int] = Counter()
+        #: The suspicions that are being judged: who says it, of whom.
+        self._judged: set[tuple[int, int, int]] = set()
         self._complete = trio.Event()
         members.name = secrets.token_hex(8)
         members.addresses[0] = ("", port)
@@ -254,9 +261,16 @@ class Coordinator:
     @enable_ki_protection
     async def _judge(self, suspect: Suspect, by: int) -> None:
         rank = suspect.rank
-        with trio.move_on_after(_JUDGEMENT):
-            while not self._members.gone(rank):
-                await self._members.changed.park()
+        judged = by, rank, suspect.member
+        if judged in self._judged:
+            return
+        self._judged.add(judged)
+        try:
+            with trio.move_on_after(_JUDGEMENT):
+                while not self._members.gone(rank):
+                    await self._members.changed.park()
+        finally:
+            self._judged.discard(judged)
         if self._members.member(rank) != suspect.member:
             return  # it was lost before, and has been replaced
         if rank in self._members.departed:
@@ -292,8 +306,10 @@ class Coordinator:
 
     def _tell(self, message: Lost | Left | Joined | Heard, but: int | None = None) -> None:
         for rank, channel in list(self._controls.items()):
-            if rank != but:
-                _send_soon(self._links.nursery, channel, message)
+            if self._unsent[rank] >= _MOST_UNSENT:
+                self._ended(rank, "it does not read what rank 0 says")
+            elif rank != but:
+                _send_soon(self._links.nursery, channel, message, self._unsent, rank)
 
     # ---- leaving ----
 
@@ -325,6 +341,7 @@ class Follower:
         self._links = links
         self._control: Channel | None = None
         self._leaves = False
+        self._unsent: Counter[int] = Counter()
 
     async def meet(self, connection: Connection, port: int, timeout: float) -> None:
         """Says RankHello to rank 0, and waits for its Welcome.
@@ -373,7 +390,7 @@ class Follower:
                     members.leave(set(message.ranks) - members.departed)
                 elif isinstance(message, Joined):
                     members.replace(message)
-                    _send_soon(self._links.nursery, self._control, Heard(message.generation))
+                    _send_soon(self._links.nursery, self._control, Heard(message.generation), self._unsent, 0)
                 elif isinstance(message, Heard):
                     members.all_heard(message.generation)
         except (*GONE, *UNREADABLE) as error:
@@ -384,7 +401,7 @@ class Follower:
         """This rank cannot reach another one: asks rank 0, which tells all."""
         if self._control is not None:
             suspect = Suspect(rank, reason, self._members.member(rank))
-            _send_soon(self._links.nursery, self._control, suspect)
+            _send_soon(self._links.nursery, self._control, suspect, self._unsent, 0)
 
     async def leave(self) -> None:
         """Tells rank 0 that this rank leaves."""
@@ -397,17 +414,28 @@ class Follower:
         await close(self._control, Leaving(error))
 
 
-def _send_soon(nursery: trio.Nursery, channel: Channel, message: Lost | Left | Joined | Heard | Suspect) -> None:
+def _send_soon(
+    nursery: trio.Nursery,
+    channel: Channel,
+    message: Lost | Left | Joined | Heard | Suspect,
+    unsent: Counter[int],
+    rank: int,
+) -> None:
+    """Sends a message to a rank, in a task if the rank has to read others first; ``unsent`` counts those."""
+
     @enable_ki_protection
     async def send() -> None:
         try:
             await channel.send(encode(message))
         except GONE:
             pass  # whoever reads at this end finds that out
+        finally:
+            unsent[rank] -= 1
 
     try:
         channel.send_nowait(encode(message))
     except trio.WouldBlock:
+        unsent[rank] += 1
         nursery.start_soon(send)
     except GONE:
         pass

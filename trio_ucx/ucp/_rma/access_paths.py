@@ -203,7 +203,7 @@ def _is_emulated(core: EndpointCore) -> bool:
 
 
 def closed(doing: str) -> UCXError:
-    return UCXError(Status.NO_ELEM, f"{doing}: its owner has closed it, or never allowed that")
+    return UCXError(Status.NO_ELEM, f"{doing}: its owner refused, having closed it, or never allowed that")
 
 
 def refusal(status: int, doing: str) -> Exception | None:
