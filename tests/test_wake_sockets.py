@@ -21,7 +21,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from helpers import open_pair, open_peer
+from helpers import free_port, open_pair, open_peer
 from injected_faults import Library
 from networks import Side, meet, need
 
@@ -37,6 +37,13 @@ from trio_ucx.ucp._transports import obstacle_to_shared_memory
 KINDS = pytest.mark.parametrize("kind", ["sysv", "posix"])
 #: The longest time that a message to a sleeping worker takes, in seconds. A lost wake-up takes up to a second.
 SOON = 0.5
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A short path, because that of a socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
 
 
 @pytest.fixture
@@ -90,9 +97,9 @@ async def test_without_shared_memory_there_is_no_folder(folder: Path) -> None:
 
 
 async def test_a_worker_that_cannot_be_opened_leaves_no_socket(folder: Path) -> None:
-    config = {"TLS": "tcp,sysv,self", "TCP_PORT_RANGE": "1-1"}
-    with pytest.raises(OSError):
-        async with ucp.open_worker(config={**config, "NET_DEVICES": "lo"}), ucp.open_worker(config=config):
+    config = {"TLS": "tcp,sysv,self", "TCP_PORT_RANGE": f"{(port := free_port())}-{port}", "NET_DEVICES": "lo"}
+    with pytest.raises(OSError, match="no free port"):
+        async with ucp.open_worker(config=config), ucp.open_worker(config=config):
             pass
     assert not list(folder.iterdir())
 
