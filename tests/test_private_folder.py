@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +62,17 @@ def test_where_others_can_rename_it(tmp_path: Path) -> None:
     assert not make_private(tmp_path / "above" / "folder")
     (tmp_path / "above").chmod(0o1777)
     assert make_private(tmp_path / "above" / "folder")
+
+
+@pytest.mark.skipif(not shutil.which("unshare"), reason="there is no unshare")
+def test_a_user_namespace_has_folders_of_its_own() -> None:
+    """Its root is another user, whose folder of the same number may be there."""
+    program = "from trio_ucx._util.private_folder import private_folder; print(private_folder())"
+    done = subprocess.run(["unshare", "-Ur", sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    if done.returncode and "unshare" in done.stderr:
+        pytest.skip(f"no user namespaces here: {done.stderr.strip()}")
+    assert done.stdout.startswith("/dev/shm/trio_ucx-0-"), done
+    Path(done.stdout.strip()).rmdir()
 
 
 def test_a_relative_runtime_folder_is_ignored(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ SHARED = Path("/dev/shm")
 #: Where this exists, systemd's logind empties SHARED and XDG_RUNTIME_DIR of what belongs to a user who has logged out
 #: (RemoveIPC=), also while programs of the user go on; not of system users, whose numbers are below 1000.
 SYSTEMD, FIRST_USER = Path("/run/systemd/system"), 1000
+#: The inode of the initial user namespace (PROC_USER_INIT_INO). In others, users have other numbers.
+_INITIAL = 0xEFFFFFFD
 
 
 def private_folder(usable: Callable[[Path], object] = lambda folder: None) -> Path | None:
@@ -22,7 +24,8 @@ def private_folder(usable: Callable[[Path], object] = lambda folder: None) -> Pa
     Args:
         usable: raises OSError for an unusable folder.
     """
-    name = f"trio_ucx-{os.geteuid()}"
+    namespace = os.stat("/proc/self/ns/user").st_ino
+    name = f"trio_ucx-{os.geteuid()}" + ("" if namespace == _INITIAL else f"-{namespace}")
     candidates = [SHARED / name, Path(tempfile.gettempdir(), name)]
     if (runtime := os.environ.get("XDG_RUNTIME_DIR", "")).startswith("/"):
         candidates.insert(1, Path(runtime, "trio_ucx"))
