@@ -65,14 +65,32 @@ def test_where_others_can_rename_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("unshare"), reason="there is no unshare")
-def test_a_user_namespace_has_folders_of_its_own() -> None:
-    """Its root is another user, whose folder of the same number may be there."""
+@pytest.mark.parametrize("options", [["-Ur"], ["-U", f"--map-user={os.geteuid()}"], ["-U", "--map-user=1"]])
+def test_a_user_namespace_uses_the_folder_of_the_user_outside(options: list[str]) -> None:
+    """Its root is another user than the machine's, who owns /dev/shm, and whom it does not know."""
     program = "from trio_ucx._util.private_folder import private_folder; print(private_folder())"
-    done = subprocess.run(["unshare", "-Ur", sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        ["unshare", *options, sys.executable, "-c", program], capture_output=True, text=True, timeout=30
+    )
     if done.returncode and "unshare" in done.stderr:
         pytest.skip(f"no user namespaces here: {done.stderr.strip()}")
-    assert done.stdout.startswith("/dev/shm/trio_ucx-0-"), done
-    Path(done.stdout.strip()).rmdir()
+    assert done.stdout.strip() == str(private_folder()) == f"/dev/shm/trio_ucx-{os.geteuid()}", done
+
+
+def test_the_unknown_owner_is_trusted_where_the_machine_s_root_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stranger = int(Path("/proc/sys/kernel/overflowuid").read_text())
+    numbers = tmp_path / "uid_map"
+    monkeypatch.setattr(module, "UID_MAP", numbers)
+    for text, root, outside in (
+        ("0 0 4294967295", 0, 1000),
+        ("0 1001 1", stranger, 1000),
+        ("1000 1001 1", stranger, 1001),
+        ("5 0 1\n1000 7000 10", 5, 7000),
+    ):
+        numbers.write_text(text + "\n")
+        assert (module._machine_root(), module._outside(1000)) == (root, outside), text
 
 
 def test_a_relative_runtime_folder_is_ignored(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ SHARED = Path("/dev/shm")
 #: Where this exists, systemd's logind empties SHARED and XDG_RUNTIME_DIR of what belongs to a user who has logged out
 #: (RemoveIPC=), also while programs of the user go on; not of system users, whose numbers are below 1000.
 SYSTEMD, FIRST_USER = Path("/run/systemd/system"), 1000
-#: The inode of the initial user namespace (PROC_USER_INIT_INO). In others, users have other numbers.
-_INITIAL = 0xEFFFFFFD
+#: The user numbers of this user namespace: "inside outside count" a line, from inside = outside = 0 in the first one.
+UID_MAP = Path("/proc/self/uid_map")
 
 
 def private_folder(usable: Callable[[Path], object] = lambda folder: None) -> Path | None:
@@ -24,8 +24,7 @@ def private_folder(usable: Callable[[Path], object] = lambda folder: None) -> Pa
     Args:
         usable: raises OSError for an unusable folder.
     """
-    namespace = os.stat("/proc/self/ns/user").st_ino
-    name = f"trio_ucx-{os.geteuid()}" + ("" if namespace == _INITIAL else f"-{namespace}")
+    name = f"trio_ucx-{_outside(os.geteuid())}"  # the root of a container is not the machine's
     candidates = [SHARED / name, Path(tempfile.gettempdir(), name)]
     if (runtime := os.environ.get("XDG_RUNTIME_DIR", "")).startswith("/"):
         candidates.insert(1, Path(runtime, "trio_ucx"))
@@ -50,5 +49,21 @@ def make_private(folder: Path) -> bool:
         folder.mkdir(mode=0o700)
         folder.chmod(0o700)  # the umask may have taken something away
     found, ours = folder.lstat(), os.geteuid()
-    stays = above.st_uid in (0, ours) and (not above.st_mode & 0o022 or bool(above.st_mode & stat.S_ISVTX))
+    alone = not above.st_mode & 0o022 or bool(above.st_mode & stat.S_ISVTX)
+    stays = alone and above.st_uid in (0, ours, _machine_root())
     return stays and stat.S_ISDIR(found.st_mode) and found.st_uid == ours and not found.st_mode & 0o077
+
+
+def _outside(user: int) -> int:
+    """Returns the number that a user has outside this user namespace."""
+    return next((outside + user - inside for inside, outside, count in _numbers() if 0 <= user - inside < count), user)
+
+
+def _machine_root() -> int:
+    """Returns the owner that files of the machine's root seem to have in this user namespace, such as /tmp."""
+    mapped = (inside for inside, outside, _count in _numbers() if outside == 0)
+    return next(mapped, int(Path("/proc/sys/kernel/overflowuid").read_text()))
+
+
+def _numbers() -> list[list[int]]:
+    return [[int(number) for number in line.split()] for line in UID_MAP.read_text().splitlines()]
