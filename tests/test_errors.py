@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import pickle
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -54,16 +53,11 @@ def test_without_a_hint_the_errno_is_explained() -> None:
     assert str(error).endswith(os.strerror(errno.EADDRINUSE))
 
 
-def test_ucx_error_can_be_pickled_and_unknown_statuses_are_kept() -> None:
-    error = pickle.loads(pickle.dumps(trio_ucx.UCXError(-25, "reading")))
-    assert error.status is ucp.Status.CONNECTION_RESET and str(error).startswith("reading")
-    hinted = trio_ucx.UCXError(-25, "reading", " (a hint)")
-    assert str(pickle.loads(pickle.dumps(hinted))) == str(hinted) and str(hinted).endswith(" (a hint)")
-    too_long = pickle.loads(pickle.dumps(trio_ucx.MessageTooLong(3, 2, "receiving")))
-    assert (too_long.length, too_long.limit, too_long.status) == (3, 2, ucp.Status.MESSAGE_TRUNCATED)
-    assert str(too_long) == "receiving"  # UCX's words would say that it was truncated
+def test_ucx_error_says_what_ucx_says() -> None:
+    assert str(trio_ucx.MessageTooLong(3, 2, "receiving")) == "receiving"  # UCX's words would say it was truncated
     assert trio_ucx.UCXError(-99, "x").status is ucp.Status.UNKNOWN
     assert "-99" in str(trio_ucx.UCXError(-99, "x"))
+    assert str(trio_ucx.UCXError(-25, "reading", " (a hint)")).endswith(" (a hint)")
 
 
 def test_new_bytes_are_not_shared() -> None:

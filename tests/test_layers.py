@@ -33,7 +33,10 @@ PURE = [
     "ucp/_engine/arming",
 ]
 #: What the rules may import besides each other.
-HARMLESS = {"__future__", "collections", "collections.abc", "enum", "secrets", "struct", "typing", "attrs"}
+HARMLESS = {
+    *("__future__", "collections", "collections.abc", "enum", "secrets", "struct", "typing", "attrs"),
+    "trio_ucx._util.picklable",
+}
 #: What the rules may import besides: the part of an end that Connections and endpoints share, and what users get.
 ENDS = {
     *("trio_ucx.ucp._internal_api.CloseState", "trio_ucx.ucp._internal_api.Ending"),

@@ -30,6 +30,7 @@ from .._peer_info import Admit
 from .._rules import wire
 from .._rules.life import Loss
 from .._util.contained import contained, report
+from .._util.picklable import Picklable
 from .._util.socket_addresses import family_of, format_address, is_loopback
 from ..ucp import Status, WorkerAddress
 from ..ucp._internal_api import (
@@ -116,7 +117,7 @@ logger = logging.getLogger("trio_ucx")
 _fallbacks: set[str | None] = set()
 
 
-class NeedsAnotherWorker(OSError):
+class NeedsAnotherWorker(Picklable, OSError):
     """The two workers have no endpoint that both can use: the client connects from another worker."""
 
     def __init__(self, label: str) -> None:

@@ -23,6 +23,8 @@ from typing import ClassVar, get_args
 
 import attrs
 
+from .._util.picklable import Picklable
+
 MAGIC = b"trio_ucx"
 VERSION = 2
 
@@ -71,7 +73,7 @@ class RefusalCode(enum.IntEnum):
     NOT_ADMITTED = 3
 
 
-class ProtocolError(Exception):
+class ProtocolError(Picklable, Exception):
     """The peer sent something that the wire format does not allow."""
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import trio
 
 from .._native import ffi, lib
+from .._util.picklable import Picklable
 
 
 class Status(enum.IntEnum):
@@ -51,8 +52,8 @@ class Status(enum.IntEnum):
         return cls.UNKNOWN
 
 
-class Error(Exception):
-    """The base class of the exceptions that only trio_ucx has."""
+class Error(Picklable, Exception):
+    """The base class of the exceptions that only trio_ucx has. They can be pickled and copied."""
 
 
 class UCXError(Error):
@@ -66,13 +67,8 @@ class UCXError(Error):
 
     def __init__(self, status: int, doing: str, hint: str = "") -> None:
         self.status = Status(status)
-        self.doing = doing
-        self.hint = hint
         text = ffi.string(lib.tu_status_text(status)).decode()
         super().__init__(f"{doing}: {text} (UCX status {self.status.name}, {status}){hint}")
-
-    def __reduce__(self) -> tuple[type[UCXError], tuple[Any, ...]]:
-        return type(self), (int(self.status), self.doing, self.hint)
 
 
 class MessageTooLong(UCXError):
@@ -92,9 +88,6 @@ class MessageTooLong(UCXError):
         Exception.__init__(self, doing)  # it says more than UCX's "Message truncated", of what may have been dropped
         self.length = length
         self.limit = limit
-
-    def __reduce__(self) -> tuple[type[UCXError], tuple[Any, ...]]:
-        return type(self), (self.length, self.limit, self.doing)
 
 
 def read_sized(call: Callable[[Any, Any], int], doing: str) -> bytes:
@@ -177,6 +170,12 @@ class Origin:
     def __init__(self, within: Origin | None = None) -> None:
         self.within = within
         self.lost: Callable[[str], trio.BrokenResourceError] = trio.BrokenResourceError
+
+    def __deepcopy__(self, memo: object) -> Origin:
+        return self
+
+    def __reduce__(self) -> tuple[type[Origin], tuple[()]]:
+        return Origin, ()  # in another process, an error is about nothing that is there
 
 
 _AnyError = TypeVar("_AnyError", bound=BaseException)

@@ -1,0 +1,24 @@
+"""Exceptions that cross process borders, whatever their constructors take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Picklable(BaseException):
+    """An exception that is pickled and copied by its ``args`` and its attributes, without a call of its constructor.
+
+    An exception of Python's calls its constructor with its ``args``. If that fails in a parent process, the whole
+    ``ProcessPoolExecutor`` breaks. Of each exception Python leaves out the cause, the context and the traceback.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        reduced: Any = super().__reduce__()
+        _, arguments, *state = reduced
+        return _restored, (type(self), arguments), *state
+
+
+def _restored(kind: type[Picklable], arguments: tuple[Any, ...]) -> Picklable:
+    error = kind.__new__(kind, *arguments)
+    super(Picklable, error).__init__(*arguments)  # OSError's sets errno
+    return error
