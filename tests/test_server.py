@@ -17,12 +17,13 @@ from typing import Any
 import attrs
 import pytest
 import trio
+import trio.testing
 import trustme
 from helpers import free_port, open_listener, until
 from timing import Stopwatch
 
 import trio_ucx
-from trio_ucx import _open, ucp
+from trio_ucx import _open, rpc, ucp
 
 KEY, OTHER_KEY = b"k" * 16, b"o" * 16
 
@@ -236,6 +237,91 @@ async def test_drain_again_and_cancelled(worker: ucp.Worker) -> None:
     for wrong, error in ((-1, ValueError), ("1", TypeError)):
         with pytest.raises(error, match="timeout"):
             await server.drain(wrong)  # type: ignore[arg-type]
+
+
+class Admin(rpc.Service):
+    def __init__(self, drain: Callable[[], Awaitable[int]]) -> None:
+        self.drain = drain
+
+    @rpc.method
+    async def shut_down(self, call: rpc.Call) -> int:
+        return await self.drain()
+
+
+@pytest.mark.parametrize("how", ["handler", "nursery", "answering", "rpc"])
+async def test_a_handler_drains(how: str, worker: ucp.Worker) -> None:
+    """It waits for the others, cancels those that take too long, and answers; then the server returns."""
+    cancelled = trio.Event()
+
+    async def drain() -> int:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            result = await server.drain(0.2)
+            nursery.cancel_scope.cancel()
+        return result
+
+    async def answer(request: bytes) -> bytes:
+        return b"%d" % await (drain() if how == "nursery" else server.drain(0.2))
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        if await connection.receive() == b"busy":
+            try:
+                await trio.sleep_forever()
+            finally:
+                cancelled.set()
+        if how in ("answering", "rpc"):
+            await (trio_ucx.answering(answer) if how == "answering" else rpc.serving(Admin(drain)))(connection)
+        else:
+            await connection.send(await answer(b""))
+
+    async with serving(handler, worker) as server:
+        async with trio_ucx.connect(server.address, worker=worker) as busy:
+            await busy.send(b"busy")
+            async with trio_ucx.connect(server.address, worker=worker) as client:
+                await client.send(b"shut down")
+                if how == "answering":
+                    assert await client.request(b"") == b"1"
+                elif how == "rpc":
+                    assert await rpc.Client(client).call("shut_down") == 1
+                else:
+                    assert await client.receive() == b"1"
+            assert cancelled.is_set()
+            busy.abort()
+        await until(lambda: not server._running)
+        assert not server._tasks and not server._drainers
+
+
+async def test_handlers_that_drain_at_once_do_not_wait_for_each_other(worker: ucp.Worker) -> None:
+    """A drain from elsewhere waits for them, and so does a task that a handler starts in a nursery of others."""
+    names = ["first", "second", "elsewhere"]
+    drained: list[str] = []
+    begin, go_on = trio.Event(), trio.Event()
+
+    async def drain(name: str) -> None:
+        assert await server.drain() == 0
+        drained.append(name)
+
+    async def handler(connection: trio_ucx.Connection) -> None:
+        name = names.pop()
+        await begin.wait()
+        if name == "elsewhere":
+            nursery.start_soon(drain, name)
+        else:
+            await drain(name)
+        await go_on.wait()
+
+    async with serving(handler, worker) as server, trio.open_nursery() as nursery:
+        clients = [await trio_ucx.open_ucx_stream(*server.address, worker=worker) for _ in range(3)]
+        await until(lambda: not names)
+        begin.set()
+        await until(lambda: server.statistics().drains == 3)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not drained
+        go_on.set()
+        await until(lambda: len(drained) == 3)
+        for client in clients:
+            client.abort()
+    assert drained[-1] == "elsewhere"
 
 
 async def test_clients_in_the_middle_of_their_handshake(worker: ucp.Worker) -> None:

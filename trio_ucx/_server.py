@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Literal, overload
@@ -47,6 +47,9 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
     #: The connections whose handlers run, and those that close because theirs have ended; what cancels each.
     _handlers: dict[Connection, trio.CancelScope] = attrs.field(factory=dict, init=False)
     _closing: dict[Connection, trio.CancelScope] = attrs.field(factory=dict, init=False)
+    #: The tasks of both, and the connections whose handlers have called ``drain``.
+    _tasks: dict[trio.lowlevel.Task, Connection] = attrs.field(factory=dict, init=False)
+    _drainers: set[Connection] = attrs.field(factory=set, init=False)
     _draining: bool = attrs.field(default=False, init=False)
     #: When handlers and closes are cancelled: a drain that was not cancelled sets it.
     _deadline: float = attrs.field(default=math.inf, init=False)
@@ -129,7 +132,8 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
         Returns:
             How many handlers this call has cancelled.
 
-        Do not call it from a handler, which it would wait for.
+        A handler, or an rpc method, may call it: it neither waits for that handler nor cancels it, and returns when all
+        others have ended. Of handlers that have called it, only a call from elsewhere waits for or cancels one.
 
         Cancellation: the server goes on draining, without a timeout; call again.
 
@@ -144,21 +148,36 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
             listener._acceptor.drain()
         for connection in list(self._handlers):
             connection._link.receiving.drain()
+        spared: Set[Connection] = set()
+        if (caller := self._handler_of_this_task()) is not None:
+            self._drainers.add(caller)
+            spared = self._drainers
+            self._changed.unpark_all()
         with trio.move_on_at(deadline):
-            await self._wait_until(lambda: self._drained)
+            await self._wait_until(lambda: self._drained(spared))
         self._deadline = min(self._deadline, deadline)
         self._close_listeners()
-        left = len(self._handlers)
-        for scope in (*self._handlers.values(), *self._closing.values()):
+        left = self._handlers.keys() - spared
+        for scope in (*(self._handlers[one] for one in left), *self._closing.values()):
             scope.deadline = self._deadline
         if left:
-            await self._wait_until(lambda: not self._handlers and not self._closing)
+            await self._wait_until(lambda: self._handlers.keys() <= spared and not self._closing)
         await trio.lowlevel.checkpoint()
-        return left
+        return len(left)
 
-    @property
-    def _drained(self) -> bool:
-        return not self._handlers and all(listener._acceptor.settled for listener in self._listeners)
+    def _handler_of_this_task(self) -> Connection | None:
+        """Returns the connection whose handler cannot end before the current task has ended, if there is one.
+
+        Tasks tell, not context variables: a task that a handler starts in a nursery of others does not hold it up.
+        """
+        task: trio.lowlevel.Task | None = trio.lowlevel.current_task()
+        while task is not None and task not in self._tasks:
+            task = None if task.parent_nursery is None else task.parent_nursery.parent_task
+        return None if task is None else self._tasks[task]
+
+    def _drained(self, spared: Set[Connection] = frozenset()) -> bool:
+        settled = all(listener._acceptor.settled for listener in self._listeners)
+        return settled and self._handlers.keys() <= spared
 
     def _close_listeners(self) -> None:
         for listener in self._listeners:
@@ -236,6 +255,8 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
 
     @enable_ki_protection
     async def _serve(self, connection: Connection) -> None:
+        task = trio.lowlevel.current_task()
+        self._tasks[task] = connection
         try:
             with self._handlers[connection] as scope:
                 await self._handle(connection)
@@ -243,11 +264,13 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
                 self._cancelled += connection in self._handlers
                 connection.abort()  # it may be closing in the background
         finally:
+            del self._tasks[task]
             self._forget(connection)
 
     def _forget(self, connection: Connection) -> None:
         self._handlers.pop(connection, None)
         self._closing.pop(connection, None)
+        self._drainers.discard(connection)
         self._ended()
 
     def _ended(self) -> None:
@@ -260,7 +283,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
 
     def _look(self) -> None:
         """Something has ended."""
-        if self._draining and self._drained:
+        if self._draining and self._drained():
             self._close_listeners()
         self._changed.unpark_all()
 
