@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -112,6 +113,31 @@ async def test_ping(worker: ucp.Worker) -> None:
         await client.aclose()
         with pytest.raises(trio.ClosedResourceError):
             await client.ping()
+
+
+@pytest.mark.parametrize("size", [10, 1000, 2**22])
+async def test_ping_while_messages_are_unread(worker: ucp.Worker, size: int) -> None:
+    """Both sides answer; so does a peer that closes, and waits until its last messages are received."""
+
+    async def send() -> None:
+        with contextlib.suppress(trio.ClosedResourceError):
+            while True:
+                await client.send(bytes(size))
+
+    async with open_pair(worker) as (client, server), trio.open_nursery() as nursery:
+        nursery.start_soon(send)
+        await until(lambda: client.statistics().queued_sends or client.statistics().bytes_sent >= 2**20)
+        for connection in (client, server):
+            assert await connection.ping() < 5
+        nursery.start_soon(client.aclose)
+        await until(lambda: client.closed)
+        await trio.testing.wait_all_tasks_blocked()
+        assert server.peer_state is trio_ucx.PeerState.OPEN and await server.ping() < 5
+        with pytest.raises(trio.EndOfChannel):
+            while True:
+                assert len(await server.receive()) == size
+        with pytest.raises(trio_ucx.PeerClosed):
+            await server.ping()
 
 
 @pytest.mark.parametrize("end", ["goes on", "is killed", "we abort"])

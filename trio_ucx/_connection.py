@@ -818,12 +818,14 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     async def ping(self) -> float:
         """Asks the peer's library for an answer, over UCX like a message, and returns the seconds until it has come.
 
-        A peer that is stopped, or whose Trio loop is blocked, does not answer: set a timeout.
+        A peer that is stopped, or whose Trio loop is blocked, does not answer: set a timeout. Unread messages do not
+        delay the answer. Those of a peer that has closed can still be received.
 
         Cancellation: it has no effect.
 
         Raises:
-            trio.ClosedResourceError, trio.BrokenResourceError: as for :meth:`send`.
+            trio.ClosedResourceError, trio.BrokenResourceError: this connection was closed; the peer has closed it, or
+                is gone.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         self._link.check()

@@ -15,7 +15,7 @@ import trio
 
 from .._peer_info import PeerInfo
 from .._rules import wire
-from .._rules.life import Life
+from .._rules.life import Answer, Life
 from .._rules.tag_queue import Want
 from .._statistics import Totals
 from .._util.contained import contained
@@ -133,25 +133,27 @@ class Link:
         return self.life.over or self.engine.broken is not None
 
     async def ping(self) -> float:
-        """Returns the seconds until the peer's library has answered.
+        """Returns the seconds until the peer's library has answered, which it does as long as it may send messages.
 
         Raises:
             trio.BrokenResourceError: it cannot answer any more.
             trio.ClosedResourceError: the connection was closed meanwhile.
         """
-        self.sending.check()
         self.pings += 1
         number, begun = self.pings, perf_counter()
-        self.sending.send_frame(wire.Ping(number))
-        self.engine.watch_events()
-        await self.share.operations.wait_until(
-            lambda: self.pongs >= number or self.sending.problem() is not None or self.engine.broken is not None
-        )
+        if self._answers_pings():
+            self.sending.send_frame(wire.Ping(number))
+            self.engine.watch_events()
+            await self.share.operations.wait_until(lambda: self.pongs >= number or not self._answers_pings())
         seconds = perf_counter() - begun
         if self.pongs < number:
             self.check()
             self.sending.check()
         return seconds
+
+    def _answers_pings(self) -> bool:
+        alive = self.share.problem() is None and self.engine.broken is None
+        return alive and self.life.receives is Answer.GOES_ON
 
     # ---- messages of any tag queue, by the number that this side reads ----
 
