@@ -137,6 +137,18 @@ async def test_hosts_with_several_networks(layout: Layout, kind: str, default_ro
         (await meet(Side(client.under), Side(server.under), layout.server.ip)).assert_tcp()
 
 
+@pytest.mark.root
+@pytest.mark.parametrize(("listening", "reached"), [("::", "fd00:201::1"), ("0.0.0.0", "10.201.0.1")])
+async def test_the_address_of_a_server_at_all_addresses(listening: str, reached: str) -> None:
+    """UCX has one address of each device, and IPv4 if it can choose."""
+    with open_network() as network:
+        server, client = build(network, LAYOUTS["IPv6 for the control socket, IPv4 for UCX"], AFTER)
+        await network.ready()
+        meeting = await meet(Side(client.under), Side(server.under), listening)
+    meeting.assert_tcp()
+    assert meeting.client[3][0] == reached
+
+
 def forward(network: Network) -> tuple[Host, Host, Host]:
     """A server, a client, and between them a host that forwards from one network to the other."""
     server, client, gate = (network.host() for _ in range(3))

@@ -26,7 +26,7 @@ from ._memory.pointers import check_elements
 from ._quirks import descriptors
 from ._quirks.default_options import DEFAULT_OPTIONS
 from ._quirks.key_gate import Admission
-from ._quirks.network_devices import at_control_socket, is_own, without_own
+from ._quirks.network_devices import addresses_of_devices, at_control_socket, is_own, without_own
 from ._quirks.option_limits import OptionError
 from ._status import (
     Error,
