@@ -14,7 +14,7 @@ from .._link import Link, Options
 from .._rules.wire import ProtocolError, RefusalCode
 from .._version import SOFTWARE
 from ..ucp._internal_api import UCXError, under_way
-from .control_stream import ControlStream, set_keepalive
+from .control_stream import ControlStream, set_keepalive, why_tls_failed
 from .exchange import Exchange, ExchangeState, Refused, UnknownProtocol, Welcomed
 from .handshake import ExchangeOptions, Handshake, NeedsAnotherWorker
 from .registry import WorkerConnections
@@ -153,7 +153,10 @@ class Connector:
             hint += "; does it have an ssl_context?"
             error = ConnectionResetError(errno.ECONNRESET, "it ended the connection during the TLS handshake")
         elif isinstance(error, ssl.SSLError):
-            hint = "does the listener have an ssl_context? Does each side have a certificate that the other trusts?"
+            _, of_dates = why_tls_failed(error)
+            hint = of_dates or (
+                "does the listener have an ssl_context? Does each side have a certificate that the other trusts?"
+            )
             refused = refusal(RefusalCode.NOT_ADMITTED, f"{text}: {hint}", self.label)
             refused.__cause__ = error
             return refused

@@ -53,6 +53,7 @@ from .control_stream import (
     remote_address,
     set_keepalive,
     source_of,
+    why_tls_failed,
 )
 from .exchange import (
     AdmitFailed,
@@ -344,7 +345,7 @@ class Acceptor:
             exchange.refuse(reason, why)
         except ssl.SSLError as error:
             why = RefusalCode.NOT_ADMITTED
-            kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
+            kind, reason = "its TLS handshake failed", ": ".join(filter(None, why_tls_failed(error)))
         except NeedsAnotherWorker as error:
             kind, reason = AGAIN, str(error)
             exchange.again()
