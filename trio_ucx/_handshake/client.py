@@ -79,13 +79,10 @@ class Connector:
                 self._handshake.close()
         if link is None:
             engine.check()
-            over_ucx = (
-                f"messages did not get through over UCX ({self._handshake.route}); does a firewall or NAT block them?"
-            )
             raise TimeoutError(
                 errno.ETIMEDOUT,
                 f"connecting to {self.label} took longer than {self.timeout:.3g} seconds: "
-                f"{self.stage or over_ucx}{waiting_for}",
+                f"{self.stage or self._handshake.obstacle}{waiting_for}",
             )
         return link
 
