@@ -127,8 +127,8 @@ async def test_tls(worker: ucp.Worker, certificates: Certificates) -> None:
 async def test_a_wrong_clock(
     worker: ucp.Worker, whose: str, days: int, version: ssl.TLSVersion, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A certificate is not valid at the time of a side: this side says what its clock says, and the other asks for it."""
-    authority, caught_at = trustme.CA(), datetime.datetime.now(datetime.timezone.utc)
+    """A certificate is not valid at the time of a side: this side says its time, and the other asks for its clock."""
+    authority, caught_at = trustme.CA(), datetime.datetime.now(datetime.UTC)
     begin = caught_at + datetime.timedelta(days=days)
     dates = {"not_before": begin, "not_after": begin + datetime.timedelta(days=5)}
     context = contexts(authority)

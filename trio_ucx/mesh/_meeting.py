@@ -121,11 +121,13 @@ class Coordinator:
         impatient = f"{gave_up} came, and did not wait any longer" if self._gave_up else ""
         refused = [f"rank {rank} was refused: {reason}" for rank in missing if (reason := self._refused.get(rank))]
         turned_away = [
-            f"rank 0's listener turned away {client}" for each in self._listeners if (client := each._acceptor.last_refused)
+            f"rank 0's listener turned away {client}"
+            for each in self._listeners
+            if (client := each._acceptor.last_refused)
         ]
         return (
-            f"{'; '.join(filter(None, (absent, impatient, *refused, *turned_away)))}. Look whether all processes were started, what "
-            "they have written, and whether their hosts can connect to rank 0"
+            f"{'; '.join(filter(None, (absent, impatient, *refused, *turned_away)))}. Look whether all processes were "
+            "started, what they have written, and whether their hosts can connect to rank 0"
         )
 
     async def meet(self, timeout: float) -> None:
