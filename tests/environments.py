@@ -92,7 +92,7 @@ def _obstacle(under: Sequence[str]) -> str | None:
     return None if done.returncode == 0 else f"not possible here: {' '.join(under)}: {done.stderr.strip()}"
 
 
-def _checked(*under: str) -> Sequence[str]:
+def checked_command(*under: str) -> Sequence[str]:
     """Returns what goes before a command; skips the test if ``true`` cannot be run with it."""
     if (obstacle := _obstacle(under)) is not None:
         pytest.skip(obstacle)
@@ -107,14 +107,14 @@ def without_capabilities(*, as_root: bool = AS_ROOT) -> Sequence[str]:
             can they get anything from it.
     """
     bounding = ["--bounding-set=-all"] if as_root else []
-    return _checked("setpriv", "--inh-caps=-all", "--ambient-caps=-all", *bounding)
+    return checked_command("setpriv", "--inh-caps=-all", "--ambient-caps=-all", *bounding)
 
 
 def in_mounts(*command: str) -> Sequence[str]:
     """Returns what runs a command in a mount namespace, first as its root, and then without capabilities."""
     user = [] if AS_ROOT else ["--user", "--map-root-user"]
     powerless = ["setpriv", "--inh-caps=-all", "--ambient-caps=-all", "--bounding-set=-all"]
-    return _checked("unshare", *user, "--mount", *command, *powerless)
+    return checked_command("unshare", *user, "--mount", *command, *powerless)
 
 
 def as_other_user(uid: int) -> Sequence[str]:
@@ -153,11 +153,16 @@ ENVIRONMENTS = [
     ),
     Environment(
         "under Docker's seccomp filter",
-        lambda: _checked(*without_capabilities(), *RESTRICT, "seccomp", "--"),
+        lambda: checked_command(*without_capabilities(), *RESTRICT, "seccomp", "--"),
         lambda seen: (
             (seen["seccomp"], seen["no_new_privs"]) == (2, 1)
             and (seen["reading a sibling"], seen["unshare"], seen["vsock"]) == ("EPERM", "EPERM", "EPERM")
         ),
+    ),
+    Environment(
+        "with MemoryDenyWriteExecute",
+        lambda: checked_command(*without_capabilities(), *RESTRICT, "write-xor-execute", "--"),
+        lambda seen: seen["executable memory"] == "EACCES",
     ),
     Environment(
         "where only /dev/shm can be written to",
@@ -173,12 +178,12 @@ ENVIRONMENTS = [
     ),
     Environment(
         "with 1024 descriptors",
-        lambda: _checked(*without_capabilities(), "sh", "-c", 'ulimit -n 1024 && exec "$@"', "sh"),
+        lambda: checked_command(*without_capabilities(), "sh", "-c", 'ulimit -n 1024 && exec "$@"', "sh"),
         lambda seen: seen["descriptors"] == [1024, 1024],
     ),
     Environment(
         "in a user namespace",
-        lambda: _checked("unshare", "--user", "--map-root-user"),
+        lambda: checked_command("unshare", "--user", "--map-root-user"),
         lambda seen: seen["user"] == 0 and seen["user ids"] == ["0", str(os.geteuid()), "1"],
         powerless=False,  # it has all of them, but only over its own namespace
     ),

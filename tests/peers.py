@@ -833,8 +833,8 @@ async def host(hosts: list[str], options: dict[str, Any]) -> None:
         addresses = []
         for name in hosts:
             options = {"allow_anyone": True, **with_authkey(options)}
-            [listener] = await nursery.start(partial(trio_ucx.serve_ucx, handler, 0, host=name, **options))
-            addresses.append(listener.address)
+            server = await nursery.start(partial(trio_ucx.serve_ucx, handler, 0, host=name, **options))
+            addresses.append(server.address)
         say(addresses)
         await until_told()
         nursery.cancel_scope.cancel()

@@ -6,6 +6,9 @@ It needs nothing but Python's standard library: where a command runs, others may
 * ``readable PATH...``, as root in a mount namespace: every user can read these paths, whatever folder they are in.
 * ``read-only``, in a mount namespace: nothing can be written to but ``/dev/shm``, which has 64 MB and is empty.
 * ``seccomp``: the system calls that Docker refuses by default are refused, without a way back (``no_new_privs``).
+* ``no-netlink``, ``write-xor-execute``, ``old-write-xor-execute``, and ``processes-only`` in a mount namespace: what a
+  systemd unit denies with a RestrictAddressFamilies= without AF_NETLINK, with MemoryDenyWriteExecute=, where the kernel
+  is older than 6.3, and with ProcSubset=pid.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +126,13 @@ REFUSED = {
 _SOCKET, _CLONE, _CLONE3 = (41, 198), (56, 220), (435, 435)
 #: The flags of clone that make a namespace.
 _CLONE_NEW = 0x7E020000
-_LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
+_MMAP, _MPROTECT, _PKEY_MPROTECT, _SHMAT = (9, 222), (10, 226), (329, 288), (30, 196)
+_LOAD, _AND, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x45, 0x06
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 #: Where a seccomp filter finds the number, the architecture and the first argument (its lower half).
 _NUMBER, _ARCHITECTURE, _ARGUMENT = 0, 4, 16
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _PR_GET_NO_NEW_PRIVS = 22, 38, 39
+_PR_SET_MDWE, _PR_MDWE_REFUSE_EXEC_GAIN = 65, 1
 
 
 def seccomp_filter(machine: str) -> list[tuple[int, int, int, int]]:
@@ -153,8 +159,56 @@ def seccomp_filter(machine: str) -> list[tuple[int, int, int, int]]:
     return [*program, (_RETURN, 0, 0, _ALLOW)]
 
 
-def refuse_system_calls() -> None:
-    instructions = seccomp_filter(platform.machine())
+def _refused(
+    machine: str, rows: Sequence[tuple[tuple[int, int], int, int, int, int]]
+) -> list[tuple[int, int, int, int]]:
+    """Returns the instructions that refuse some calls.
+
+    Args:
+        rows: the numbers of a system call, which of its arguments is compared, which of its bits, with what, and the
+            error.
+    """
+    architecture, column = _ARCHITECTURES[machine]
+    program = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL)]
+    for numbers, argument, mask, value, error in rows:
+        program += [
+            (_LOAD, 0, 0, _NUMBER),
+            (_EQUAL, 0, 4, numbers[column]),
+            (_LOAD, 0, 0, _ARGUMENT + 8 * argument),
+            (_AND, 0, 0, mask),
+            (_EQUAL, 0, 1, value),
+            (_RETURN, 0, 0, _REFUSE | error),
+        ]
+    return [*program, (_RETURN, 0, 0, _ALLOW)]
+
+
+def refuse_netlink(machine: str) -> list[tuple[int, int, int, int]]:
+    return _refused(machine, [(_SOCKET, 0, 0xFFFFFFFF, socket.AF_NETLINK, errno.EAFNOSUPPORT)])
+
+
+def refuse_executable_memory(machine: str) -> list[tuple[int, int, int, int]]:
+    written, executed, attached = 2, 4, 0o100000
+    return _refused(
+        machine,
+        [
+            (_MMAP, 2, written | executed, written | executed, errno.EPERM),
+            (_MPROTECT, 2, executed, executed, errno.EPERM),
+            (_PKEY_MPROTECT, 2, executed, executed, errno.EPERM),
+            (_SHMAT, 2, attached, attached, errno.EPERM),
+        ],
+    )
+
+
+def deny_write_execute() -> None:
+    _checked(_libc.prctl(_PR_SET_MDWE, _PR_MDWE_REFUSE_EXEC_GAIN, 0, 0, 0), "PR_SET_MDWE")
+
+
+def mount_processes_only() -> None:
+    _mount("proc", Path("/proc"), "proc", options="subset=pid")
+
+
+def refuse_system_calls(filter: Callable[[str], list[tuple[int, int, int, int]]]) -> None:
+    instructions = filter(platform.machine())
     code = ctypes.create_string_buffer(b"".join(struct.pack("@HBBI", *each) for each in instructions))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(instructions), ctypes.addressof(code)))
     _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
@@ -167,6 +221,11 @@ def refuse_system_calls() -> None:
 def _refusal(function: Any, *arguments: Any) -> str | None:
     """Returns the name of the error with which a function of C fails; None if it succeeds."""
     return errno.errorcode[ctypes.get_errno()] if function(*arguments) < 0 else None
+
+
+def _page() -> ctypes.c_void_p:
+    _libc.mmap.restype = ctypes.c_void_p
+    return ctypes.c_void_p(_libc.mmap(None, 4096, 3, 0x22, -1, 0))
 
 
 def _read_sibling() -> str | None:
@@ -205,6 +264,7 @@ def describe() -> dict[str, Any]:
         "ptrace_scope": int(scope.read_text()) if scope.exists() else None,
         "reading a sibling": _read_sibling(),
         "unshare": _refusal(_libc.unshare, 0),
+        "executable memory": _refusal(_libc.mprotect, _page(), 4096, 7),
         "vsock": _refusal(_libc.socket, socket.AF_VSOCK, socket.SOCK_STREAM, 0),
         "writable": [path for path in ("/", "/tmp", "/var/tmp", "/run", os.getcwd()) if os.access(path, os.W_OK)],
         "home": os.environ.get("HOME"),
@@ -213,6 +273,16 @@ def describe() -> dict[str, Any]:
         "/dev/shm is writable": os.access("/dev/shm", os.W_OK),
         "descriptors": resource.getrlimit(resource.RLIMIT_NOFILE),
     }
+
+
+RESTRICTIONS: dict[str, Callable[[], None]] = {
+    "read-only": make_read_only,
+    "seccomp": partial(refuse_system_calls, seccomp_filter),
+    "no-netlink": partial(refuse_system_calls, refuse_netlink),
+    "old-write-xor-execute": partial(refuse_system_calls, refuse_executable_memory),
+    "write-xor-execute": deny_write_execute,
+    "processes-only": mount_processes_only,
+}
 
 
 def main(arguments: list[str]) -> None:
@@ -224,7 +294,7 @@ def main(arguments: list[str]) -> None:
     if restriction == "readable":
         make_readable([Path(path) for path in paths])
     else:
-        {"read-only": make_read_only, "seccomp": refuse_system_calls}[restriction]()
+        RESTRICTIONS[restriction]()
     os.execvp(command[0], command)
 
 

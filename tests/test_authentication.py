@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import itertools
 import os
@@ -92,7 +93,8 @@ def telling_bytes(worker: ucp.Worker) -> list[bytes]:
 
 def contexts(authority: trustme.CA, *names: str) -> Certificates:
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    authority.issue_cert(*names).configure_cert(server)
+    if names:
+        authority.issue_cert(*names).configure_cert(server)
     authority.configure_trust(client)
     authority.configure_trust(server)
     return Certificates(server, client)
@@ -117,6 +119,34 @@ async def test_tls(worker: ucp.Worker, certificates: Certificates) -> None:
             assert isinstance(caught.value.__cause__, ssl.SSLCertVerificationError)
         await until(lambda: listener.statistics().refused == before + 3)
         await until(lambda: listener.statistics().handshaking == 0)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize("days", [-10, 10], ids=["expired", "not_yet_valid"])
+@pytest.mark.parametrize("whose", ["server", "client"])
+async def test_a_wrong_clock(
+    worker: ucp.Worker, whose: str, days: int, version: ssl.TLSVersion, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A certificate is not valid at the time of a side: this side says its time, and the other asks for its clock."""
+    authority, caught_at = trustme.CA(), datetime.datetime.now(datetime.UTC)
+    begin = caught_at + datetime.timedelta(days=days)
+    dates = {"not_before": begin, "not_after": begin + datetime.timedelta(days=5)}
+    context = contexts(authority)
+    for side, one in (("server", context.server), ("client", context.client)):
+        authority.issue_cert("localhost", **(dates if side == whose else {})).configure_cert(one)
+    context.client.maximum_version, context.server.verify_mode = version, ssl.CERT_REQUIRED
+    caplog.set_level("INFO", "trio_ucx")
+    async with open_listener(worker, ssl_context=context.server) as listener:
+        with pytest.raises(trio_ucx.NotAdmitted) as caught:
+            options = {"ssl_context": context.client, "server_hostname": "localhost"}
+            await trio_ucx.connect(listener.address, worker=worker, **options).__aenter__()
+        await expect_nothing_left(worker, listener, 1)
+    texts = {"client": str(caught.value), "server": caplog.text}
+    finder = "client" if whose == "server" else "server"
+    what = "certificate has expired" if days < 0 else "certificate is not yet valid"
+    assert what in texts[finder] and f"is this machine's clock right? It says {caught_at:%Y-}" in texts[finder]
+    assert "is the clock of the peer's machine right?" in texts[whose]
+    assert "other trusts" not in texts["client"]
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])

@@ -546,13 +546,14 @@ async def test_two_networks(hosts: tuple[Host, Host]) -> None:
     assert "different network namespaces" in found[f"shared memory with {TWO}"]["found"]
 
 
+@pytest.mark.parametrize("reply", ["DROP", "REJECT"])
 @pytest.mark.parametrize("blocked", ["one", "two"])
-async def test_firewall(hosts: tuple[Host, Host], blocked: str) -> None:
+async def test_firewall(hosts: tuple[Host, Host], blocked: str, reply: str) -> None:
     """One side's ports are blocked, but for the one where `check` listens."""
     one, two = hosts
     need(*one.under, "iptables", "-w", "-L", why="rules for packets")
     host = one if blocked == "one" else two
-    rule = ("-p", "tcp", "--syn", "-j", "DROP")
+    rule = ("-p", "tcp", "--syn", "-j", reply)
     with listening("--listen", f"{TWO}:0", under=two.under, **KEY) as said:
         port = said["listening"].rpartition(":")[2]
         host.run("iptables", "-w", "-A", "INPUT", "-p", "tcp", "--dport", port, "-j", "ACCEPT")

@@ -102,6 +102,7 @@ UCP = [
         *("_quirks.__init__", "_quirks.releases", "_quirks.address_layout", "_quirks.option_limits"),
         *("_quirks.default_options",),
         *("_quirks.wake_sockets", "_quirks.shared_memory", "_quirks.descriptors", "_quirks.forks", "_quirks.log"),
+        "_quirks.sandboxes",
     ],
     ["_worker_address", "_transports"],
     ["_quirks.key_gate", "_quirks.network_devices"],

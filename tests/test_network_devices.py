@@ -137,6 +137,18 @@ async def test_hosts_with_several_networks(layout: Layout, kind: str, default_ro
         (await meet(Side(client.under), Side(server.under), layout.server.ip)).assert_tcp()
 
 
+@pytest.mark.root
+@pytest.mark.parametrize(("listening", "reached"), [("::", "fd00:201::1"), ("0.0.0.0", "10.201.0.1")])
+async def test_the_address_of_a_server_at_all_addresses(listening: str, reached: str) -> None:
+    """UCX has one address of each device, and IPv4 if it can choose."""
+    with open_network() as network:
+        server, client = build(network, LAYOUTS["IPv6 for the control socket, IPv4 for UCX"], AFTER)
+        await network.ready()
+        meeting = await meet(Side(client.under), Side(server.under), listening)
+    meeting.assert_tcp()
+    assert meeting.client[3][0] == reached
+
+
 def forward(network: Network) -> tuple[Host, Host, Host]:
     """A server, a client, and between them a host that forwards from one network to the other."""
     server, client, gate = (network.host() for _ in range(3))
@@ -166,11 +178,33 @@ async def test_a_client_behind_address_translation(reply: str) -> None:
         filter_packets(gate, f"-A FORWARD -i out -m conntrack --ctstate NEW -j {reply}")
         meeting = await meet(Side(client.under), Side(server.under), "10.202.0.1")
     kind, _, text, _ = meeting.client
-    assert kind in ("TimeoutError", "ConnectionResetError"), meeting.client
-    if kind == "TimeoutError":  # the client gave up first
-        assert "does a firewall or NAT block them?" in text
-    else:
-        assert "its UCX listens at 10.203.0.2:" in meeting.log and "(and not at 10.202.0.254, where its" in meeting.log
+    assert kind in ("TimeoutError", "ConnectionRefusedError"), meeting.client
+    assert "does a firewall or NAT block them?" in text
+    if kind == "ConnectionRefusedError":  # the server gave up first
+        assert "its UCX listens at 10.203.0.2:" in text and "(and not at 10.202.0.254, where its" in text
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("reply", ["icmp-port-unreachable", "tcp-reset"])
+@pytest.mark.parametrize("closed", ["server", "client", "both"])
+async def test_a_firewall_that_rejects(closed: str, reply: str) -> None:
+    """UCX chooses the side that connects. The side that fails first knows why, and tells the client."""
+    with open_network() as network:
+        server, client = build(network, LAYOUTS["one network"], AFTER)
+        await network.ready()
+        for host, name in (server, "server"), (client, "client"):
+            if closed in (name, "both"):
+                filter_packets(host, f"-A INPUT -p tcp --dport 20000:20999 -j REJECT --reject-with {reply}")
+        ports = {"UCX_TCP_PORT_RANGE": "20000-20999"}
+        sides = (Side(host.under, environment={**QUIET, **ports}) for host in (client, server))
+        meeting = await meet(*sides, ONE.ip)
+    if meeting.client[0] == "connected":  # the other side has connected
+        assert closed != "both"
+        return
+    kind, _, text, _ = meeting.client
+    assert kind in ("TimeoutError", "ConnectionRefusedError") and f"{ONE.ip}:" in text
+    assert "messages did not get through over UCX (its UCX listens at " in text
+    assert "does a firewall or NAT block them?" in text
 
 
 @pytest.mark.root

@@ -23,7 +23,7 @@ from ._report.items import counted
 from ._statistics import REFUSAL_REASONS, ServerStatistics, Totals
 from ._util.arguments import check_timeout
 from ._util.handles import OpenedNotConstructed
-from .ucp._internal_api import separate
+from .ucp._internal_api import addresses_of_devices, separate
 
 logger = logging.getLogger("trio_ucx")
 
@@ -71,9 +71,9 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
     def address(self) -> tuple[str, int]:
         """Its address for :func:`connect`, here and on other machines.
 
-        If it listens at all addresses of this machine, one of those that UCX uses.
+        If it listens at all addresses of this machine, one of the devices that UCX uses.
         """
-        own = self._listeners[0]._acceptor.engine.identity.address._tcp_hosts
+        own = addresses_of_devices(self._listeners[0]._acceptor.engine.identity.address)
         return reachable_address([listener.address for listener in self._listeners], own)
 
     @property

@@ -225,8 +225,26 @@ def test_plain_tcp_that_cannot_be_had() -> None:
 
 
 def test_warning_of_busy_cores() -> None:
-    assert perf_results.crowded(0.96) == ["WARNING: only 1.0 cores are free for two processes: the figures will vary"]
-    assert perf_results.crowded(1.95) == []
+    def crowded(here: float, there: float | None) -> list[str]:
+        return perf_results.crowded({"idle_cores": here, "server": {"idle_cores": there}})
+
+    assert crowded(0.96, None) == ["only 1.0 cores are free for two processes"]
+    assert crowded(1.95, None) == crowded(0.96, 0.96) == []
+    few = ["only 0.4 cores are free here", "only 0.1 cores are free at the server"]
+    assert crowded(0.4, 0.1) == few and crowded(3, 0.1) == few[1:]
+
+
+def test_idle_cores_of_the_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """They count if it is on another machine."""
+    monkeypatch.setenv("TRIO_UCX_AUTHKEY", AUTHKEY)
+    arguments = [*QUICK, "--json"]
+    with start_cli("perf", "--listen", "127.0.0.1:0", "--json") as server:
+        address = json.loads(read_line(server))["listening"]
+        assert main(["perf", address, *arguments]) == 0
+        assert json.loads(capsys.readouterr().out)["server"]["idle_cores"] is None
+        monkeypatch.setattr(perf, "machine", lambda: "another")
+        assert main(["perf", address, *arguments]) == 0
+        assert json.loads(capsys.readouterr().out)["server"]["idle_cores"] >= 0
 
 
 async def connected_elsewhere(connection: trio_ucx.Connection, port: int, token: str) -> trio.SocketStream:
@@ -317,12 +335,12 @@ def test_server_serves_one_client_after_another_until_ctrl_c() -> None:
 def test_the_key_that_a_server_makes() -> None:
     """It prints the command for the other machine; a client without the key is refused, on this machine, too."""
     with start_cli("perf", "--listen", "0", without=["TRIO_UCX_AUTHKEY"]) as server:
-        [port] = re.findall(r"^listening at 0\.0\.0\.0:(\d+)\n$", read_line(server))
+        [port] = re.findall(r"^listening at \S+:(\d+)\n$", read_line(server))
         assert server.stdout is not None
         line = server.stdout.readline()
         typed = r"on the other machine: TRIO_UCX_AUTHKEY=(\w{32}) python -m trio_ucx perf (\S+):(\d+)\n"
         found = re.fullmatch(typed, line)
-        assert found is not None and found[2] not in ("0.0.0.0", "::") and found[3] == port, line
+        assert found is not None and found[2] not in ("0.0.0.0", "[::]") and found[3] == port, line
         address = f"{found[2]}:{port}"
         for key, status in ((found[1], 0), (AUTHKEY, 1)):
             done = run_cli("perf", address, *QUICK, TRIO_UCX_AUTHKEY=key)
@@ -479,7 +497,10 @@ def test_server_refuses_senseless_rounds(change: dict[str, Any]) -> None:
 
 
 GOOD: dict[str, dict[str, Any]] = {
-    "perf": {"perf": 2, "trio_ucx": "0.1", "ucx": "1.22", "session": "a"},
+    "perf": {
+        **{"perf": 2, "trio_ucx": "0.1", "ucx": "1.22", "session": "a"},
+        **{"machine": "b", "idle_cores": 1.5},
+    },
     "join": {"join": "a"},
     "kind": {
         **{"kind": "stream", "seed": "a", "size": 8, "count": 3, "shift": 5, "plain": True},
@@ -510,11 +531,11 @@ def test_control_messages() -> None:
         assert found is not None and json.loads(json.dumps(found, default=bytes.hex)) == good
         for name in good:
             rest = {each: value for each, value in good.items() if each != name}
-            assert name == "session" or read(rest) is None
+            assert name in perf_protocol._DEFAULTS.get(entry, {}) or read(rest) is None
             for bad in (
                 None,
                 -1,
-                1.5,
+                [] if name == "idle_cores" else 1.5,
                 float("nan"),
                 2**70,
                 0 if name.endswith("port") else [7],
@@ -1047,8 +1068,9 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 )
 def test_verdict(times: list[float], answer: str, words: str) -> None:
     results = [some_result(size=size, times=each) for size, each in zip((8, 65536), times, strict=True)]
-    said = perf_results.verdict(results, 2)
-    assert "Repeat" not in said and "Repeat this when more than 1.2 cores" in perf_results.verdict(results, 1.2)
+    said = perf_results.verdict(results, [])
+    assert "Repeat" not in said
+    assert perf_results.verdict(results, ["a", "b"]).endswith("Repeat this when more cores are free: a and b.")
     assert said.splitlines()[:3] == [
         f"Is UCX worth it here? {answer}. Beside plain TCP:",
         f"  messages, latency: {words}",
@@ -1058,7 +1080,7 @@ def test_verdict(times: list[float], answer: str, words: str) -> None:
     share = "much the same" if cpu == 1 else f"{1 / cpu:.1f} x as much" if cpu < 1.1 else f"{1 / cpu:.2f} x as much"
     assert f"CPU for each message: {share}" in said
     unknown = [attrs.evolve(result, plain_tcp=None) for result in results]
-    assert perf_results.verdict(unknown, 2) == "Is UCX worth it here? Unknown: plain TCP was not measured."
+    assert perf_results.verdict(unknown, []) == "Is UCX worth it here? Unknown: plain TCP was not measured."
     assert len(perf_results.row_text(unknown[0], False).splitlines()) == 1
 
 

@@ -410,7 +410,8 @@ async def test_a_rank_that_dies_at_the_moment_it_is_admitted(when: str, number: 
     members = Members(0, 3, fatal=False)
     first, second, replacement = _Control(), _Control(), _Control()
     async with trio.open_nursery() as nursery:
-        coordinator = _meeting.Coordinator(Any, members, SimpleNamespace(nursery=nursery), 1)  # type: ignore[arg-type]
+        listener, links = SimpleNamespace(address=("", 1)), SimpleNamespace(nursery=nursery)
+        coordinator = _meeting.Coordinator(Any, members, links, [listener])  # type: ignore[arg-type, list-item]
 
         def arrive(rank: int, control: _Control) -> None:
             hello = RankHello(rank, 0, 3, 5, 30.0, "continue")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import struct
 import tempfile
@@ -118,6 +119,7 @@ async def test_keys_that_differ(meeting: str, caplog: pytest.LogCaptureFixture) 
     ends = await meet(*((0, rank, 2, meeting, {"authkey": KEY[:: 1 - 2 * rank], "timeout": 3}) for rank in (0, 1)))
     assert isinstance(ends[1], trio_ucx.NotAdmitted) and "the authkeys of the two sides differ" in str(ends[1])
     assert isinstance(ends[0], mesh.MeetingError)
+    assert re.search(r"turned away (127\.0\.0\.1|\[?::1\]?):\d+: .*the authkeys of the two sides differ", str(ends[0]))
     assert [line.getMessage()[:37] for line in caplog.records] == ["rank 1 tries again for up to 3 s: [Er"]
 
 

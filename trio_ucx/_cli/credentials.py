@@ -59,17 +59,16 @@ def server_key(arguments: argparse.Namespace) -> tuple[bytes | None, str | None]
     return HiddenBytes(new_key.encode()), new_key
 
 
-def announce(arguments: argparse.Namespace, listening: str, reachable: str, new_key: str | None, *options: str) -> None:
+def announce(arguments: argparse.Namespace, address: str, new_key: str | None, *options: str) -> None:
     """Prints where ``--listen`` listens, and what to type on the other machine.
 
     Args:
-        listening: the address, which other machines may not be able to connect to: 0.0.0.0, say.
-        reachable: an address for other machines.
+        address: one that other machines can connect to.
         options: for that command.
     """
     if arguments.json:
-        print(json.dumps({"listening": listening, **({"authkey": new_key} if new_key else {})}), flush=True)
+        print(json.dumps({"listening": address, **({"authkey": new_key} if new_key else {})}), flush=True)
         return
-    command = f"{f'{AUTHKEY}={new_key} ' if new_key else ''}{arguments.prog} {shlex.join([*options, reachable])}"
+    command = f"{f'{AUTHKEY}={new_key} ' if new_key else ''}{arguments.prog} {shlex.join([*options, address])}"
     same = ", with the same key" if arguments.authkey else ""
-    print(f"listening at {listening}\non the other machine{same}: {command}", flush=True)
+    print(f"listening at {address}\non the other machine{same}: {command}", flush=True)

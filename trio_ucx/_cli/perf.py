@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -24,12 +23,12 @@ from . import perf_plot
 from .addresses import parse_address, parse_listen
 from .credentials import ABOUT_KEYS, add_key_options, announce, find_key, server_key
 from .errors import EXPECTED, describe
-from .idle_cores import count_idle_cores
+from .idle_cores import own_idle_cores
 from .listener_log import log_line
 from .local_pair import run_pair, transport_options
 from .measuring import DEFAULT_SECONDS, Advance, Measured, chosen_worker, progress_bar, repeat
-from .perf_protocol import PerfClient, PerfServer, Session
-from .perf_results import Result, header_text, row_text, titles_text, verdict, write_csv
+from .perf_protocol import PerfClient, PerfServer, Session, machine
+from .perf_results import Result, crowded, header_text, row_text, titles_text, verdict, write_csv
 from .rounds import MAX_FLOWS, PerfOperation, RoundKind
 from .sizes import MAX_SIZE, format_size, parse_sizes
 
@@ -216,8 +215,7 @@ async def run_server(arguments: argparse.Namespace) -> int:
     quiet = arguments.until_stdin_closes  # the client runs on this machine, and prints what is wrong
     async with chosen_worker(arguments.transports) as worker, trio.open_nursery() as nursery:
         server = await nursery.start(partial(serve_ucx, handle, port, host=host, worker=worker, **credentials))
-        listening, reachable = format_address(server[0].address), format_address(server.address)
-        announce(arguments, listening, reachable, new_key, *transport_options(arguments.transports))
+        announce(arguments, format_address(server.address), new_key, *transport_options(arguments.transports))
         if arguments.until_stdin_closes:
             async with trio.lowlevel.FdStream(sys.stdin.fileno()) as stdin:
                 await stdin.receive_some(1)
@@ -304,10 +302,12 @@ async def run_client(arguments: argparse.Namespace) -> int:
                 "address": format_address(arguments.address),
                 "trio_ucx": server["trio_ucx"],
                 "ucx": server["ucx"],
+                # None: on this machine, or of an older release
+                "idle_cores": None if server["machine"] in ("", machine()) else server["idle_cores"],
             },
             "transports": [attrs.asdict(one) for one in connection.endpoint.transports],
             "without_plain_tcp": why_not,
-            "idle_cores": await trio.to_thread.run_sync(count_idle_cores, list(os.sched_getaffinity(0))),
+            "idle_cores": await trio.to_thread.run_sync(own_idle_cores),
             "connections": connections,
             "parallel": parallel,
             "bidirectional": both,
@@ -326,7 +326,7 @@ async def run_client(arguments: argparse.Namespace) -> int:
                     results.append(await measure(client, size, arguments, options, not why_not, advance))
                 if as_table:
                     print(row_text(results[-1], both), flush=True)
-    worth_it = verdict(results, header["idle_cores"])
+    worth_it = verdict(results, crowded(header))
     if arguments.json:
         all_results = [result.as_dict() for result in results]
         print(json.dumps({**header, "results": all_results, "verdict": worth_it}, indent=2))

@@ -6,7 +6,8 @@ of their own. Both sides need the same version of the protocol.
     client                  server
     hello              ->
                        <-   hello         when it is this client's turn: the server serves one client at a time; with
-                                          the name of the session, by which more connections of this client join
+                                          the name of the session, by which more connections of this client join,
+                                          its machine, and how many cores are idle there
     kind (a round)     ->
                        <-   ready         the server's receives are posted
     go                 ->                 only if the server is to send without being asked each time
@@ -63,10 +64,12 @@ import trio
 from .. import Connection
 from .._native import ucx
 from .._util.arguments import check_integer
+from .._util.process import this_host
 from .._util.text import printable
 from .._version import __version__
 from ..ucp import Memory, RemoteMemory
 from .errors import PerfError, describe, leaves
+from .idle_cores import own_idle_cores
 from .payload_paths import (
     CONTROL_TAG,
     Paths,
@@ -89,8 +92,14 @@ _ONE_BYTE = memoryview(bytearray(1))
 PATIENCE = 60
 
 
-def hello(session: str = "") -> dict[str, Any]:
-    return {"perf": PROTOCOL, "trio_ucx": __version__, "ucx": ucx.release, "session": session}
+def hello(session: str = "", idle_cores: float = 0.0) -> dict[str, Any]:
+    own = {"session": session, "machine": machine(), "idle_cores": idle_cores}
+    return {"perf": PROTOCOL, "trio_ucx": __version__, "ucx": ucx.release, **own}
+
+
+def machine() -> str:
+    """Returns what tells machines apart."""
+    return this_host().process.host.hex()
 
 
 def _text(value: Any) -> str:
@@ -103,6 +112,12 @@ def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError
     return value
+
+
+def _cores(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 2**20:
+        raise ValueError
+    return float(value)
 
 
 def _port(value: Any) -> int:
@@ -127,7 +142,10 @@ def _packed(value: Any) -> bytes:
 
 #: The entries of each control message, by the entry that identifies the message.
 SHAPES: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "perf": {"perf": _number, "trio_ucx": _text, "ucx": _text, "session": _text},
+    "perf": {
+        **{"perf": _number, "trio_ucx": _text, "ucx": _text, "session": _text},
+        **{"machine": _text, "idle_cores": _cores},
+    },
     "join": {"join": _text},
     "kind": {
         **{"kind": _text, "seed": _text, "size": _number, "count": _number, "shift": _number, "plain": _flag},
@@ -145,8 +163,8 @@ SHAPES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "error": {"error": _text},
 }
 
-#: What the hello of other protocols leaves out.
-_DEFAULTS: dict[str, dict[str, Any]] = {"perf": {"session": ""}}
+#: What the hello of other releases leaves out.
+_DEFAULTS: dict[str, dict[str, Any]] = {"perf": {"session": "", "machine": "", "idle_cores": 0}}
 
 
 def read_message(data: bytearray, *wanted: str) -> dict[str, Any] | None:
@@ -372,11 +390,11 @@ class PerfServer:
                 check_hello(message)
                 async with self._turn:
                     with Paths([connection]) as paths:
-                        session = Session(paths)
+                        session, idle_cores = Session(paths), await trio.to_thread.run_sync(own_idle_cores)
                         begun(session)
                         self._sessions[session.name] = session
                         try:
-                            await tell(connection, hello(session.name))
+                            await tell(connection, hello(session.name, idle_cores))
                             await session.serve()
                         finally:
                             del self._sessions[session.name]

@@ -15,8 +15,8 @@ from .measuring import Measured
 from .rounds import PerfOperation
 from .sizes import format_size
 
-#: With fewer idle cores, the two processes wait for a core now and then.
-_IDLE = 1.9
+#: With fewer idle cores for each of the two processes, they wait for a core now and then.
+_IDLE = 0.95
 #: Differences that are smaller mean nothing.
 _ALIKE = 1.1
 
@@ -101,14 +101,14 @@ def header_text(header: Mapping[str, Any]) -> str:
     if header["connections"] > 1 or header["parallel"] > 1 or header["bidirectional"]:
         both = "; both sides send at the same time" if header["bidirectional"] else ""
         lines.append(f"connections: {header['connections']}, with {header['parallel']} tasks each{both}")
-    return "\n".join([*lines, *crowded(header["idle_cores"])])
+    return "\n".join([*lines, *(f"WARNING: {few}: the figures will vary" for few in crowded(header))])
 
 
-def crowded(idle_cores: float) -> list[str]:
-    """A warning, if less than two cores are free."""
-    if idle_cores > _IDLE:
-        return []
-    return [f"WARNING: only {idle_cores:.1f} cores are free for two processes: the figures will vary"]
+def crowded(header: Mapping[str, Any]) -> list[str]:
+    """Says which machine has less than one free core for each process there, if any."""
+    here, there = header["idle_cores"], header["server"]["idle_cores"]
+    machines = [(here, 2, "for two processes")] if there is None else [(here, 1, "here"), (there, 1, "at the server")]
+    return [f"only {idle:.1f} cores are free {where}" for idle, needed, where in machines if idle <= needed * _IDLE]
 
 
 def titles_text(operation: PerfOperation, both: bool) -> str:
@@ -155,8 +155,8 @@ def write_csv(results: Iterable[Result], out: TextIO) -> None:
 # ---- is it worth it? ----
 
 
-def verdict(results: Sequence[Result], idle_cores: float) -> str:
-    """Says whether UCX is worth it here, by latency and bandwidth."""
+def verdict(results: Sequence[Result], few: Sequence[str]) -> str:
+    """Says whether UCX is worth it here, by latency and bandwidth; ``few`` is what :func:`crowded` says."""
     compared = [result for result in results if result.advantages]
     if not compared:
         return "Is UCX worth it here? Unknown: plain TCP was not measured."
@@ -174,7 +174,7 @@ def verdict(results: Sequence[Result], idle_cores: float) -> str:
             parts.append(f"{operation}, {name}: {_words({row.size: row.advantages[name] for row in rows})}")
     cpu = math.exp(statistics.mean(math.log(result.advantages["cpu"]) for result in compared))
     said = "\n".join(f"  {part}" for part in parts)
-    doubt = f"\n  Repeat this when more than {idle_cores:.1f} cores are free." if crowded(idle_cores) else ""
+    doubt = f"\n  Repeat this when more cores are free: {' and '.join(few)}." if few else ""
     return (
         f"Is UCX worth it here? {answer}. Beside plain TCP:\n{said}\n  CPU for each message: {_share(1 / cpu)}{doubt}"
     )

@@ -14,7 +14,7 @@ from .._link import Link, Options
 from .._rules.wire import ProtocolError, RefusalCode
 from .._version import SOFTWARE
 from ..ucp._internal_api import UCXError, under_way
-from .control_stream import ControlStream, set_keepalive
+from .control_stream import ControlStream, set_keepalive, why_tls_failed
 from .exchange import Exchange, ExchangeState, Refused, UnknownProtocol, Welcomed
 from .handshake import ExchangeOptions, Handshake, NeedsAnotherWorker
 from .registry import WorkerConnections
@@ -79,13 +79,10 @@ class Connector:
                 self._handshake.close()
         if link is None:
             engine.check()
-            over_ucx = (
-                f"messages did not get through over UCX ({self._handshake.route}); does a firewall or NAT block them?"
-            )
             raise TimeoutError(
                 errno.ETIMEDOUT,
                 f"connecting to {self.label} took longer than {self.timeout:.3g} seconds: "
-                f"{self.stage or over_ucx}{waiting_for}",
+                f"{self.stage or self._handshake.obstacle}{waiting_for}",
             )
         return link
 
@@ -153,7 +150,10 @@ class Connector:
             hint += "; does it have an ssl_context?"
             error = ConnectionResetError(errno.ECONNRESET, "it ended the connection during the TLS handshake")
         elif isinstance(error, ssl.SSLError):
-            hint = "does the listener have an ssl_context? Does each side have a certificate that the other trusts?"
+            _, of_dates = why_tls_failed(error)
+            hint = of_dates or (
+                "does the listener have an ssl_context? Does each side have a certificate that the other trusts?"
+            )
             refused = refusal(RefusalCode.NOT_ADMITTED, f"{text}: {hint}", self.label)
             refused.__cause__ = error
             return refused

@@ -12,6 +12,7 @@ import select
 import socket
 import ssl
 import struct
+import time
 from contextlib import suppress
 
 import trio
@@ -39,8 +40,28 @@ MAX_TLS_HANDSHAKE_BYTES = 2**15
 MAX_TLS_BYTES = 2**19
 #: The first bytes of a TLS client: a handshake record.
 _TLS_RECORD = b"\x16\x03"
+#: OpenSSL's codes for a certificate that is not valid yet (X509_V_ERR_CERT_NOT_YET_VALID), or not any more.
+_WRONG_DATES = (9, 10)
 #: The kernel's struct ucred.
 _CREDENTIALS = struct.Struct("=iII")
+
+
+def why_tls_failed(error: ssl.SSLError) -> tuple[str, str]:
+    """Returns why a TLS handshake failed, and what to look at if that is about a certificate's dates (otherwise "")."""
+    reason, advice = getattr(error, "reason", None) or str(error), ""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        reason = error.verify_message
+        if error.verify_code in _WRONG_DATES:
+            now = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+            advice = f"is this machine's clock right? It says {now} UTC, and the certificate is not valid then"
+    elif "CERTIFICATE_EXPIRED" in reason:
+        advice = "is the clock of the peer's machine right? By that, the certificate of this side has expired"
+    elif "ALERT_BAD_CERTIFICATE" in reason:
+        advice = (
+            "is the clock of the peer's machine right? By that, the certificate of this side is not valid yet, or it "
+            "does not have the name that the peer wants"
+        )
+    return reason, advice
 
 
 class TLS:

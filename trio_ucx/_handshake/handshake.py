@@ -418,7 +418,8 @@ class Handshake:
 
     def _not_connected(self, status: int) -> OSError:
         """The exception for an endpoint that has failed with this UCX status."""
-        return os_error_from_status(status, f"connecting to {self.label} over UCX", f" ({self.route})")
+        hint = f" ({self.route})" if status == Status.NO_MEMORY else f": {self.obstacle}"
+        return os_error_from_status(status, f"connecting to {self.label} over UCX", hint)
 
     def under_way(self) -> list[Operation]:
         """The operations in flight at our endpoint, for the message of a timeout."""
@@ -495,7 +496,7 @@ class Handshake:
         report(f"an internal error of trio_ucx, while connecting with {self.label}", error)
         failure = ConnectionError(errno.EIO, f"connecting with {self.label}: an internal error of trio_ucx: {error!r}")
         failure.__cause__ = error
-        contained(self.fail, failure)
+        contained(self.fail, failure, "an internal error (its log says which)")
 
     @property
     def _lacks_queue(self) -> bool:
@@ -535,6 +536,11 @@ class Handshake:
             link.closing.give_up()
 
     @property
+    def obstacle(self) -> str:
+        """Returns what keeps messages from the peer, as far as that is known, for error messages."""
+        return f"messages did not get through over UCX ({self.route}); does a firewall or NAT block them?"
+
+    @property
     def route(self) -> str:
         """Returns how UCX connects to the peer, for error messages."""
         if self._peer is None:
@@ -570,12 +576,19 @@ class Handshake:
         if self.opened.outcome is not None:
             self.opened.result()
 
-    def fail(self, error: Exception) -> None:
-        """Ends the handshake with an error. Failed or opened already: no effect."""
+    def fail(self, error: Exception, reason: str = "") -> None:
+        """Ends the handshake with an error. Failed or opened already: no effect.
+
+        Args:
+            reason: for the client, if it is not the text of the error. (For a server the connection may be open, so
+                that a client cannot refuse it any more.)
+        """
         if self.opened.outcome is None:
-            self.opened.finish(Error(error if isinstance(error, OSError) else ConnectionError(str(error))))
+            failure = error if isinstance(error, OSError) else ConnectionError(str(error))
+            self.opened.finish(Error(failure))
             self._receiving.cancel()
-            self._release(None)
+            serves = self.control is not None and not self.control.exchange.is_client
+            self._release(Refused(reason or failure.strerror or str(failure)) if serves else None)
 
     def close(self, refused: Refused | None = None) -> None:
         """Gives up the handshake, or aborts the link: the task that waited for it has gone.

@@ -53,6 +53,7 @@ from .control_stream import (
     remote_address,
     set_keepalive,
     source_of,
+    why_tls_failed,
 )
 from .exchange import (
     AdmitFailed,
@@ -216,6 +217,8 @@ class Acceptor:
         #: Where clients wait for a place.
         self._places = trio.lowlevel.ParkingLot()
         self._acceptors = Waiters()
+        #: The last client of trio_ucx that was turned away, and why; "" if none was.
+        self.last_refused = ""
         self._rejections = RejectionLog()
         #: When a lack of descriptors was logged last.
         self._lack_logged = -LOG_INTERVAL
@@ -326,8 +329,8 @@ class Acceptor:
                     why, kind = RefusalCode.FULL, "too many clients are waiting to be accepted"
                 elif client.awaits_decision:
                     kind = "the listener's admit= function took too long"
-                elif client.has_sent:
-                    reason += f" ({handshake.route})"
+                elif handshake.control is not None:
+                    reason += f": {handshake.obstacle}"
             elif client.scope.cancelled_caught and not self._ends:
                 why, kind, reason = (
                     RefusalCode.FULL,
@@ -344,7 +347,7 @@ class Acceptor:
             exchange.refuse(reason, why)
         except ssl.SSLError as error:
             why = RefusalCode.NOT_ADMITTED
-            kind, reason = "its TLS handshake failed", getattr(error, "reason", None) or str(error)
+            kind, reason = "its TLS handshake failed", ": ".join(filter(None, why_tls_failed(error)))
         except NeedsAnotherWorker as error:
             kind, reason = AGAIN, str(error)
             exchange.again()
@@ -371,6 +374,8 @@ class Acceptor:
                 reason_for_peer = reason_for_peer or f"{kind}: {reason}"
                 contained(handshake.close, Refused(reason_for_peer, why) if link is None else None)
                 if exchange.state is not ExchangeState.PREAMBLE:  # it speaks our protocol
+                    if kind != AGAIN:
+                        self.last_refused = f"{client.label}: {reason}"
                     contained(exchange.refuse, reason_for_peer, why)
                 contained(client.stream.close, answer + exchange.data_to_send())
                 self._rejections.log(kind, client.label, reason, cause)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import mmap
 import os
 import re
 import subprocess
@@ -34,12 +35,14 @@ class UCXLibrary:
         compiled_version: ``(major, minor)`` of the headers that trio_ucx was compiled against.
         file: the path of the loaded ``libucp``.
         system: whether it is the system's rather than the PyPI wheel's.
+        may_patch: whether it may patch functions of the C library, for its memory hooks.
     """
 
     version: tuple[int, int, int]
     compiled_version: tuple[int, int]
     file: str
     system: bool
+    may_patch: bool
 
     @property
     def release(self) -> str:
@@ -53,12 +56,16 @@ _WHILE_LOADING = {"UCX_HANDLE_ERRORS": "none", "UCX_DEBUG_SIGNO": "0", "UCX_LOG_
 #: UCX patches eight functions of the C library while it is loaded, and waits 50 ms at each for other threads that may
 #: be in the middle of it. With one thread there is nothing to wait for.
 _WITH_ONE_THREAD = {"UCX_MEM_BISTRO_GRACE_DURATION": "0"}
+#: Where it may not do that, it would write two lines to stdout. (Of the other modes, "reloc" crashes.)
+MEMORY_HOOKS = "UCX_MEM_MMAP_HOOK_MODE"
 
 
 @contextlib.contextmanager
 def _unobtrusive() -> Iterator[None]:
     """While UCX is loaded in this block, it has no effect on the process. Restores the environment."""
     options = _WHILE_LOADING | (_WITH_ONE_THREAD if _has_one_thread() else {})
+    if not _may_patch():
+        options |= {MEMORY_HOOKS: "none"}
     before = {name: os.environ.get(name) for name in options}
     for name, value in options.items():
         if not before[name]:
@@ -71,6 +78,16 @@ def _unobtrusive() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = old
+
+
+def _may_patch() -> bool:
+    """True if this process may have memory that is writable and executable."""
+    flags, access = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+    try:
+        mmap.mmap(-1, mmap.PAGESIZE, flags, access).close()
+    except PermissionError:  # a seccomp filter, PR_SET_MDWE or SELinux
+        return False
+    return True
 
 
 def _has_one_thread() -> bool:
@@ -227,7 +244,7 @@ def _load() -> tuple[Any, Any, UCXLibrary]:
     lib.tu_compiled_version(numbers, numbers + 1)
     compiled = (numbers[0], numbers[1])
     file = os.fsdecode(ffi.string(lib.tu_library_file()))
-    library = UCXLibrary(version, compiled, file, system=Path(file).parent.parent.name != "libucx")
+    library = UCXLibrary(version, compiled, file, Path(file).parent.parent.name != "libucx", _may_patch())
     check_versions(library, None if before is None else _IMPORT_FIRST)
     if before is not None and wanted not in (None, library.system):
         raise ImportError(

@@ -90,7 +90,7 @@ def reachable_address(listening: Sequence[tuple[str, int]], own: Collection[str]
 
     Args:
         listening: the addresses of its listeners.
-        own: the IP addresses of this machine that UCX uses. A wildcard stands for one of them: if possible the one from
+        own: the IP addresses of the devices that UCX uses. A wildcard stands for one of them: if possible the one from
             which packets take the default route.
     """
     host, port = listening[0]

@@ -159,7 +159,7 @@ async def _meet(place: Place, links: Links, timeout: float, allow_anyone: bool) 
     members, worker, options, nursery = links.members, links.worker, links.options, links.nursery
     if place.rank == 0:
         async with open_meeting_point(place, worker, allow_anyone, options) as listeners:
-            coordinator = Coordinator(place, members, links, listeners[0].address[1])
+            coordinator = Coordinator(place, members, links, listeners)
             links.suspect = coordinator.suspect
             for listener in listeners:
                 nursery.start_soon(links.serve, listener, coordinator.greet)

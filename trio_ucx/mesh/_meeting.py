@@ -12,13 +12,14 @@ import errno
 import math
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 
 import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
-from .. import Channel, Connection, PeerLost
+from .. import Channel, Connection, Listener, PeerLost
 from ._errors import MeetingError
 from ._links import GONE, UNREADABLE, Links, close, first_message, owned
 from ._members import Members, elsewhere
@@ -79,8 +80,9 @@ class _Arrival:
 class Coordinator:
     """Rank 0's part."""
 
-    def __init__(self, place: Place, members: Members, links: Links, port: int) -> None:
+    def __init__(self, place: Place, members: Members, links: Links, listeners: Sequence[Listener]) -> None:
         self._place = place
+        self._listeners = listeners
         self._members = members
         self._links = links
         self._arrivals: dict[int, _Arrival] = {}
@@ -98,7 +100,7 @@ class Coordinator:
         self._judged: set[tuple[int, int, int]] = set()
         self._complete = trio.Event()
         members.name = secrets.token_hex(8)
-        members.addresses[0] = ("", port)
+        members.addresses[0] = ("", listeners[0].address[1])
         if members.size == 1:
             self._complete.set()
 
@@ -118,9 +120,14 @@ class Coordinator:
         gave_up = name_ranks(tuple(sorted(self._gave_up)))
         impatient = f"{gave_up} came, and did not wait any longer" if self._gave_up else ""
         refused = [f"rank {rank} was refused: {reason}" for rank in missing if (reason := self._refused.get(rank))]
+        turned_away = [
+            f"rank 0's listener turned away {client}"
+            for each in self._listeners
+            if (client := each._acceptor.last_refused)
+        ]
         return (
-            f"{'; '.join(filter(None, (absent, impatient, *refused)))}. Look whether all processes were started, what "
-            "they have written, and whether their hosts can connect to rank 0"
+            f"{'; '.join(filter(None, (absent, impatient, *refused, *turned_away)))}. Look whether all processes were "
+            "started, what they have written, and whether their hosts can connect to rank 0"
         )
 
     async def meet(self, timeout: float) -> None:

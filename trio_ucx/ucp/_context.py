@@ -21,7 +21,7 @@ from ._attributes import ContextAttributes, check_name, native_name, query_conte
 from ._features import DEFAULT_FEATURES, Feature
 from ._memory.buffers import Contiguous
 from ._memory.registered import Access, Memory, allocate, register
-from ._quirks import descriptors, forks, option_limits, shared_memory
+from ._quirks import descriptors, forks, option_limits, sandboxes, shared_memory
 from ._quirks import log as ucx_log
 from ._quirks.default_options import DEFAULT_OPTIONS
 from ._quirks.forks import Birth
@@ -96,6 +96,7 @@ class Context(metaclass=OpenedNotConstructed):
             defaults["TCP_TX_SEG_SIZE"] = str(received)  # UCX refuses to send longer segments than it receives
         options = {**defaults, **keepalive, **chosen}
         options.update(shared_memory.restrict({**option_limits.environment(), **options}))
+        sandboxes.check(_transports(options))
         ucx_log.open()
         forks.context_opened()
         try:

@@ -24,6 +24,7 @@ from ._endpoint_options import EndpointOptions, ErrorMode, check_error_mode
 from ._engine.engine import Engine, engines
 from ._engine.waits import Waiters
 from ._quirks import descriptors
+from ._quirks.sandboxes import no_network_devices
 from ._quirks.stopped_queue import check_queue
 from ._status import Status, os_error_from_status
 
@@ -191,10 +192,8 @@ def _listen_error(status: int, address: Resolved) -> Exception:
 
 def _listen_hint(status: int) -> str:
     if status == Status.UNREACHABLE:
-        return (
-            " (no transport in use can listen at a socket address: shared memory alone cannot; add tcp to the option "
-            "TLS or UCX_TLS, as in 'tcp,sm,self')"
-        )
+        advice = no_network_devices() or "add tcp to the option TLS or UCX_TLS, as in 'tcp,sm,self'"
+        return f" (no transport in use can listen at a socket address: shared memory alone cannot; {advice})"
     return ""
 
 

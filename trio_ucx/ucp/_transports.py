@@ -1,4 +1,4 @@
-"""Which transports two workers use. Without I/O; both sides of a Connection compute the same."""
+"""Which transports two workers use. Both sides of a Connection compute the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from functools import lru_cache
 from .._util.socket_addresses import is_loopback
 from ._quirks.address_layout import agree_on_namespaces
 from ._quirks.option_limits import differences
+from ._quirks.sandboxes import no_network_devices
 from ._worker_address import WorkerAddress
+
+#: What a side can do that has no transport but shared memory.
+ADD_TCP = "add tcp to its option TLS (UCX_TLS), as in 'tcp,sm,self', unless its log says why UCX does without TCP"
 
 
 @lru_cache(maxsize=16)
@@ -66,9 +70,10 @@ def check_without_shared_memory(ours: WorkerAddress, theirs: WorkerAddress, obst
             "device: use one release on both sides"
         )
     if not (ours.network and theirs.network):
+        lacking, advice = (theirs, ADD_TCP) if ours.network else (ours, no_network_devices() or ADD_TCP)
         raise ValueError(
-            f"shared memory cannot be used ({obstacle}), and one side's UCX has no other transport: add tcp to its "
-            "option TLS (UCX_TLS), as in 'tcp,sm,self'"
+            f"shared memory cannot be used ({obstacle}), and UCX of process {lacking.process.pid} has no other "
+            f"transport: {advice}"
         )
     if ours.tcp_addresses and theirs.tcp_addresses and (difference := differences(ours.sizes, theirs.sizes, "tcp")):
         raise ValueError(f"{difference}: one side would overrun the memory of the other. Give both the same value")

@@ -15,6 +15,7 @@ from ... import ucp
 from ..._opening.addresses import reachable_address
 from ..._util.socket_addresses import format_address
 from ..._version import __version__
+from ...ucp._internal_api import addresses_of_devices
 from ..addresses import DEFAULT_PORT, parse_host, parse_listen
 from ..credentials import ABOUT_KEYS, add_key_options, announce, find_key, server_key
 from ..errors import PerfError, describe
@@ -74,8 +75,8 @@ async def listen(arguments: argparse.Namespace) -> int:
         raise PerfError(f"listening at {format_address((host or '*', port))}: {describe(error)}") from None
     logging.getLogger("trio.serve_listeners").disabled = True  # of many strangers, each would cost lines
     async with ucp.open_worker() as worker:
-        own = [ip for ip, _ in worker.address.tcp_addresses]
+        own = addresses_of_devices(worker.address)
         address = format_address(reachable_address([each.socket.getsockname()[:2] for each in listeners], own))
-        announce(arguments, address, address, new_key)
+        announce(arguments, address, new_key)
         await trio.serve_listeners(partial(serve, worker=worker, authkey=authkey), listeners)
     return 0

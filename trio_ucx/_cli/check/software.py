@@ -22,8 +22,8 @@ from .finding import Finding, State, warn_unless
 FAILURES = (UCXError, OSError, ValueError, trio.BrokenResourceError)
 #: Transports within a machine.
 _LOCAL = {"self", "cma", "sysv", "posix"}
-#: How trio_ucx's warning about shared memory begins, and a variable that UCX does not know, with its suggestion.
-_NO_SHARED_MEMORY = "UCX does without shared memory: "
+#: trio_ucx's warnings, and a variable that UCX does not know, with its suggestion.
+_WITHOUT = re.compile(r"UCX does without (shared memory|TCP|memory hooks): (.*)")
 _VARIABLE = re.compile(r"UCX_(?!WARN_UNUSED)\w+(?: \(maybe: .*?\))?")
 
 
@@ -55,11 +55,16 @@ def check_transports(enabled: Resources, kinds: Collection[str], log: Sequence[s
     reaches = [(name, device) for name, device in enabled if name not in _LOCAL and (name, device) != ("tcp", "lo")]
     advice = "bring a network device up (ip link set lo up), or allow it (UCX_NET_DEVICES, UCX_TLS), to reach others"
     state: State = "ok" if reaches else "warning" if "tcp" in found else "problem"
-    yield Finding("transports", state, found, None if reaches else advice)
-    why = [line.removeprefix(_NO_SHARED_MEMORY) for line in log if _NO_SHARED_MEMORY in line]
-    found = ", ".join(sorted(kinds)) or f"none: {'; '.join(why) or 'the configuration allows none'}"
+    why = {match[1]: match[2] for line in log if (match := _WITHOUT.match(line))}
+    no_tcp = f"; no tcp: {why['TCP']}" if "TCP" in why else ""
+    yield Finding(
+        "transports", state, found + no_tcp, None if reaches else "change what it names" if no_tcp else advice
+    )
+    found = ", ".join(sorted(kinds)) or f"none: {why.get('shared memory', 'the configuration allows none')}"
     advice = "raise or free what it names, or allow it (UCX_TLS); until then processes of this machine use TCP"
     yield warn_unless(kinds, "shared memory", found, advice)
+    if hooks := why.get("memory hooks"):
+        yield Finding("memory hooks", "warning", f"none: {hooks}", "change what it names, if there is RDMA")
 
 
 def check_libraries(folders: Sequence[str]) -> Finding:
@@ -90,5 +95,5 @@ def check_environment(log: Sequence[str]) -> Iterator[Finding]:
     chosen = ", ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("UCX_"))
     found = f"UCX does not know {', '.join(unknown)}" if unknown else chosen or "no UCX_ variable is set"
     yield warn_unless(not unknown, "environment", found, "correct the names; options of missing transports are unknown")
-    if rest := [line for line in log if "unused env" not in line and _NO_SHARED_MEMORY not in line]:
+    if rest := [line for line in log if "unused env" not in line and not _WITHOUT.match(line)]:
         yield Finding("log", "warning", f"UCX says: {'; '.join(rest)}", "mend what the lines name")

@@ -8,7 +8,6 @@ is a plain function, which async generators that are finalised after the system 
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from ..._util.contained import contained
 from ..._util.live_handles import live_handles
 from .._attributes import native_name
 from .._context import Context, with_chosen_options
-from .._quirks import descriptors, shared_memory
+from .._quirks import descriptors, sandboxes, shared_memory
 from .._status import Status
 from .draining import dispose, drain
 from .engine import Engine, engines
@@ -84,10 +83,7 @@ def _create_worker(context: Context, native: Any, name: str | None, client_id: i
         raise _no_free_port(context)
     if status != Status.OK:
         descriptors.require(context._descriptors_per_worker, doing)  # another thread may have taken the descriptors
-        if not os.path.exists("/proc/self"):
-            raise FileNotFoundError(
-                errno.ENOENT, "UCX cannot create a worker: the proc file system is missing (mount -t proc proc /proc)"
-            )
+        sandboxes.check_proc()
         creating = with_chosen_options("creating a worker", context.config)
         raise shared_memory.explain(status, creating, context._options_in_force)
     return out[0]

@@ -116,6 +116,12 @@ def _changed(address: WorkerAddress, hosts: Collection[str], **parts: bytes) -> 
     return address._changed(tcp_addresses=tuple(at for at in address.tcp_addresses if at[0] in hosts), **parts)
 
 
+def addresses_of_devices(address: WorkerAddress) -> list[str]:
+    """Returns the IP addresses of the TCP devices that a worker of this process uses: first those where UCX listens."""
+    hosts = list(address._tcp_hosts)
+    return list(dict.fromkeys([*hosts, *(beside for host in hosts for beside in _beside(host, ""))]))
+
+
 def _beside(ip: str, device: str) -> list[str]:
     """The addresses of the network device that has this address: UCX listens at one of them.
 

@@ -104,6 +104,11 @@ def explain(status: int, doing: str, options: Mapping[str, str]) -> Exception:
     return found
 
 
+def reaches_nobody(transports: Collection[str]) -> bool:
+    """True if none of these transports reaches another process by itself."""
+    return _ALONE.issuperset(transports)
+
+
 def _wanted(options: Mapping[str, str]) -> list[str]:
     return [each.strip() for each in options.get("TLS", "all").split(",")]
 
