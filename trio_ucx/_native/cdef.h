@@ -212,6 +212,7 @@ void tu_log_begin(void);
 unsigned tu_log_open(void);
 void tu_log_close(void);
 const tu_log_line_t *tu_log_take(unsigned reader, const tu_log_line_t *before, uint64_t *lost);
+bool tu_log_can_write(unsigned reader, int fd);
 void tu_log_print(const tu_log_line_t *line);
 
 /* context.c */
