@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import socket
 import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,6 +105,40 @@ async def test_connection(worker: ucp.Worker) -> None:
         buffer.append(1)  # nothing is pinned
         await works(client, server)
         assert client.statistics().messages_received == 0
+
+
+@pytest.mark.both_transports
+@pytest.mark.parametrize("offset", [0, mmap.ALLOCATIONGRANULARITY])
+async def test_mapped_file_that_was_truncated(worker: ucp.Worker, tmp_path: Path, offset: int) -> None:
+    """Touching what lies behind the end of the file would be a SIGBUS."""
+    kept, size = mmap.PAGESIZE, 1_000_000
+    with open(tmp_path / "file", "wb+") as file:
+        file.write(pattern(offset + size))
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), size, offset=offset)
+        file.truncate(offset + kept)
+    array = np.frombuffer(mapped, np.uint8)
+    async with open_pair(worker) as (client, server):
+        for data in (
+            mapped,
+            memoryview(mapped)[kept : kept + 1],
+            array[1:][10:],
+            memoryview(array),
+            [bytearray(1), mapped],
+        ):
+            await refuses(partial(client.send, data), ValueError, "cannot send this .*truncated")
+            await refuses(partial(client.send_nowait, data), ValueError, "cannot send this .*truncated")
+            await refuses(partial(server.receive_into, data), ValueError, "cannot receive into this .*truncated")
+        for view in (array[::2], array[::-1]):
+            await refuses(partial(client.send, ucp.Strided(view)), ValueError, "cannot send this .*truncated")
+        for part in (memoryview(mapped)[:kept], array[:kept], array[kept:kept]):
+            await client.send(part)
+            assert await server.receive() == bytes(part)
+        await client.send(ucp.Strided(array[:kept][::-1]))
+        assert await server.receive() == bytes(array[:kept])[::-1]
+        await works(client, server)
+    del array, view, part, data
+    mapped.close()  # it is not pinned
 
 
 async def test_message_longer_than_the_buffer(worker: ucp.Worker) -> None:

@@ -1,6 +1,7 @@
 """Every descriptor, port, name and segment of a process that uses all of trio_ucx, and who can reach each.
 
-What is not in :data:`DOORS` fails the test: a new socket needs a row there, and in security.md.
+What is not in :data:`DOORS` fails the test: a new socket needs a row there, and in security.md. So does a descriptor
+that the programs which the process starts would inherit.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import stat
 import struct
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +24,7 @@ import attrs
 import pytest
 import trio
 from environments import NOBODY
-from helpers import open_peer
+from helpers import free_port, open_peer
 from networks import as_user
 
 PROGRAM = Path(__file__).parent / "open_everything.py"
@@ -98,6 +102,12 @@ def sockets(pid: int) -> dict[str, Door]:
     return found
 
 
+def closes_on_exec(pid: int, descriptor: str) -> bool:
+    flags = re.search(r"^flags:\s+(\d+)$", Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text(), re.MULTILINE)
+    assert flags is not None
+    return bool(int(flags[1], 8) & os.O_CLOEXEC)
+
+
 def doors(pid: int, control: int, raw: int) -> list[Door]:
     """Everything that a process has open, and its System V segments. Its owner is this user."""
     listed, found = sockets(pid), list[Door]()
@@ -118,7 +128,7 @@ def doors(pid: int, control: int, raw: int) -> list[Door]:
             mode = f"{stat.S_IMODE(entry.stat().st_mode):04o}"
             door = Door(f"{kind} {mode}" if deleted else f"{target} {mode}", str(entry))
             assert entry.stat().st_uid == os.geteuid()
-        found.append(door)
+        found.append(door if closes_on_exec(pid, entry.name) else Door(f"inherited {door.kind}"))
     for row in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
         _, id, mode, _, creator, _, _, uid, *_ = row.split()
         if int(creator) == pid:
@@ -154,6 +164,41 @@ async def test_every_door_is_known(tmp_path: Path, kind: str) -> None:
         assert not counts.keys() - DOORS.keys(), counts
         assert not OPEN - counts.keys(), counts
         assert counts["wake-up socket 0600 in 0700"] == 2, counts
+
+
+#: A server whose handler starts a program. It says which, and ends.
+STARTER = """
+import os, sys, trio, trio_ucx
+
+async def start(connection):
+    os.system("sleep 600 >/dev/null 2>&1 & echo $!")
+
+async def main():
+    async with trio.open_nursery() as nursery:
+        server = await nursery.start(trio_ucx.serve_ucx, start, f"127.0.0.1:{sys.argv[1]}")
+        async with trio_ucx.connect(server.address) as connection:
+            await connection.receive_some()
+        nursery.cancel_scope.cancel()
+
+trio.run(main)
+"""
+
+
+def test_a_server_restarts_while_what_it_started_runs() -> None:
+    ports = free_port()
+    local = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_TCP_PORT_RANGE": f"{ports}-{ports}"}
+    command, started = [sys.executable, "-c", STARTER, str(free_port())], list[int]()
+    try:
+        for _ in range(2):
+            server = subprocess.run(
+                command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **local}
+            )
+            started += map(int, server.stdout.split())
+            assert server.returncode == 0, server.stderr
+    finally:
+        for each in started:
+            os.kill(each, signal.SIGKILL)
+    assert len(started) == 2
 
 
 #: What another user tries. It prints what it could do that it should not have been able to.

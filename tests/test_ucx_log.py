@@ -79,14 +79,14 @@ logging.getLogger().addHandler(Keep())
 
 
 def run(
-    code: str, *arguments: str, stdout: int = subprocess.PIPE, **environment: str
+    code: str, *arguments: str, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("UCX_LOG")}
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", code, *arguments],
         env={**env, **environment},
         stdout=stdout,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         timeout=60,
         check=False,
@@ -141,6 +141,36 @@ def test_a_full_pipe_on_stdout_blocks_nothing() -> None:
         os.close(writer)
 
 
+@pytest.mark.parametrize(
+    "handlers", ["", "logging.basicConfig(level=1)", "logging.basicConfig(level=1, filename=FILE)"]
+)
+def test_a_full_pipe_on_stderr_blocks_nothing(handlers: str, tmp_path: Path) -> None:
+    code = """
+import logging, os, select, trio, trio_ucx
+from trio_ucx import ucp
+from trio_ucx.testing import open_connection_pair
+HANDLERS
+poll = select.poll()
+poll.register(2, select.POLLOUT)
+while poll.poll(0):
+    os.write(2, bytes(4096))
+async def main():
+    async with open_connection_pair() as (one, other):
+        await one.send(b"x")
+        await other.receive()
+trio.run(main)
+""".replace("HANDLERS", handlers.replace("FILE", repr(str(tmp_path / "log"))))
+    reader, writer = os.pipe()
+    try:
+        result = run(code, stderr=writer, UCX_LOG_LEVEL="debug", UCX_TLS="tcp")
+        check(result)
+    finally:
+        os.close(reader)
+        os.close(writer)
+    if "filename" in handlers:
+        assert "tag(tcp/" in (tmp_path / "log").read_text()
+
+
 @pytest.mark.parametrize("target", ["file", "stdout", "stderr"])
 def test_what_the_user_chose_holds(target: str, tmp_path: Path) -> None:
     file = tmp_path / "log"
@@ -151,7 +181,7 @@ def test_what_the_user_chose_holds(target: str, tmp_path: Path) -> None:
     assert {name for name, text in written.items() if "bind(" in text} == {target}
 
 
-def test_protocol_information_goes_to_stderr() -> None:
+def test_protocol_information_is_logged() -> None:
     code = """
 import trio
 from trio_ucx.testing import open_connection_pair
@@ -165,6 +195,12 @@ trio.run(main)
     check(result)
     assert result.stdout == ""
     assert "tag" in result.stderr
+    result = run(
+        "import logging; logging.basicConfig(filename='/dev/stdout')" + code, UCX_PROTO_INFO="y", UCX_TLS="tcp"
+    )
+    check(result)
+    assert "INFO:trio_ucx.ucx:table:1 +---" in result.stdout
+    assert result.stderr == ""
 
 
 def test_levels() -> None:
@@ -213,7 +249,7 @@ def test_harmless_lines_are_for_debugging(
     kept = [ffi.new("char[]", each) for each in (file, b"function", text)]
     line = ffi.new("tu_log_line_t *", {"level": 1, "number": 7, "file": kept[0], "function": kept[1], "text": kept[2]})
     caplog.set_level("DEBUG", logger="trio_ucx.ucx")
-    ucx_log._log(line)
+    ucx_log._log(line, 0)
     assert [record.levelname for record in caplog.records] == [level]
 
 

@@ -251,6 +251,7 @@ def _load() -> tuple[Any, Any, UCXLibrary]:
             f"TRIO_UCX_SYSTEM_UCX asks for another UCX than {file}, which this process has loaded before. "
             f"{_IMPORT_FIRST}, or unset the variable"
         )
+    lib.tu_close_on_exec()
     if not os.environ.get("UCX_LOG_FILE"):  # else the user has chosen where the lines go
         lib.tu_log_begin()
     return lib, ffi, library

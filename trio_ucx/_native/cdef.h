@@ -180,6 +180,7 @@ void tu_library_version(unsigned *major, unsigned *minor, unsigned *release);
 void tu_compiled_version(unsigned *major, unsigned *minor);
 const char *tu_status_text(int status);
 void tu_prefer_huge_pages(void *address, size_t length);
+bool tu_can_read(const void *address);
 int tu_timer_create(void);
 int tu_timer_set(int fd, uint64_t nanoseconds, bool repeat);
 bool tu_timer_ended(int fd);
@@ -191,6 +192,9 @@ int tu_probe_thread(void);
 int tu_descriptors_left(int wanted);
 bool tu_readable(int fd);
 void tu_test_refuse_memory(int64_t allowed);
+
+/* close_on_exec.c */
+void tu_close_on_exec(void);
 
 /* sockets.c */
 unsigned tu_sockets_make_room(int efd);
@@ -208,6 +212,7 @@ void tu_log_begin(void);
 unsigned tu_log_open(void);
 void tu_log_close(void);
 const tu_log_line_t *tu_log_take(unsigned reader, const tu_log_line_t *before, uint64_t *lost);
+bool tu_log_can_write(unsigned reader, int fd);
 void tu_log_print(const tu_log_line_t *line);
 
 /* context.c */

@@ -714,14 +714,14 @@ static int gate_accept(int fd, struct sockaddr *address, socklen_t *length)
     int accepted;
 
     if (listening == NULL || listening->kind != LISTENS) {
-        accepted = accept(fd, address, length);
+        accepted = accept4(fd, address, length, SOCK_CLOEXEC);
         forget(accepted);
         return accepted;
     }
     for (int i = 0; i < STRANGERS_AT_ONCE; i++) {
         memset(&from, 0, sizeof(from));
         from_length = sizeof(from);
-        accepted    = accept(fd, NULL, NULL); /* asked for the address, the kernel refuses a peer with port 0 */
+        accepted    = accept4(fd, NULL, NULL, SOCK_CLOEXEC); /* asked for the address, the kernel refuses a peer with port 0 */
         if (accepted < 0 && (errno == ECONNABORTED || errno == EPROTO || errno == EPERM)) {
             continue; /* this connection has failed; UCX would stop listening */
         }

@@ -11,6 +11,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/shm.h>
+#include <sys/syscall.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
 
@@ -41,6 +42,19 @@ const char *tu_library_file(void)
     return info.dli_fname;
 }
 
+/* Something in libuct, to which this module is not linked; NULL if it is not found. */
+const void *tu_libuct(void)
+{
+    void *libucp       = dlopen(tu_library_file(), RTLD_LAZY | RTLD_NOLOAD);
+    const void *libuct = NULL;
+
+    if (libucp != NULL) {
+        libuct = dlsym(libucp, "uct_iface_open"); /* in what libucp depends on */
+        dlclose(libucp);
+    }
+    return libuct;
+}
+
 void tu_library_version(unsigned *major, unsigned *minor, unsigned *release)
 {
     ucp_get_version(major, minor, release);
@@ -67,6 +81,15 @@ void tu_prefer_huge_pages(void *address, size_t length)
     if (begin < end) {
         (void)madvise((void *)begin, end - begin, MADV_HUGEPAGE);
     }
+}
+
+/* True if this process can read a byte. False if there is no memory behind it, as behind the end of a file that was
+ * truncated after it was mapped: to touch it would be a SIGBUS. The kernel reads the byte first, then refuses ~0. */
+bool tu_can_read(const void *address)
+{
+    uintptr_t mask = (uintptr_t)address & ~(uintptr_t)(sizeof(uint64_t) - 1);
+
+    return syscall(SYS_rt_sigprocmask, ~0, mask, NULL, sizeof(uint64_t)) == 0 || errno != EFAULT;
 }
 
 int tu_timer_create(void)

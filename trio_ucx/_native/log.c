@@ -1,10 +1,14 @@
 /* UCX's log: keeps its lines until a Python thread takes them, so that no Python runs inside UCX.
  *
  * UCX logs in every thread in which it runs, its own included, and may hold locks meanwhile. Without a reader (before
- * the first context is opened, after the last one is closed, in a forked child) lines go to stderr. */
+ * the first context is opened, after the last one is closed, in a forked child) lines go to stderr. No thread of UCX's
+ * or the user's waits for long until stderr takes a line: it may be a pipe that nobody reads. */
 #define _GNU_SOURCE
 #include <alloca.h>
+#include <errno.h>
 #include <fnmatch.h>
+#include <limits.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -21,6 +25,8 @@
  * second, because UCX can log the same error thousands of times within one call. */
 #define ERROR_PATIENCE 20000000
 #define SECOND 1000000000
+/* Milliseconds that a line waits until what it is written to takes it. Later lines do not wait, until one is taken. */
+#define WRITE_PATIENCE 100
 
 extern ucs_status_t ucs_global_opts_get_value(const char *name, char *value, size_t max);
 
@@ -65,19 +71,50 @@ static const char *level_name(int level)
     return level == UCS_LOG_LEVEL_PRINT ? "PRINT" : level < UCS_LOG_LEVEL_LAST ? ucs_log_level_names[level] : "?";
 }
 
+static bool is_reader(unsigned reader)
+{
+    bool is;
+
+    pthread_mutex_lock(&self.mutex);
+    is = self.reader == reader;
+    pthread_mutex_unlock(&self.mutex);
+    return is;
+}
+
+/* Waits until a line can be written to a descriptor without blocking; without limit if it is the reader's, while the
+ * reader is to go on. Returns false if it cannot. */
+bool tu_log_can_write(unsigned reader, int fd)
+{
+    static bool stalled; /* the last line was not taken */
+    struct pollfd entry = {.fd = fd, .events = POLLOUT};
+    bool reads;
+    int ready;
+
+    do {
+        reads = reader != 0 && is_reader(reader);
+        ready = poll(&entry, 1, reads || !__atomic_load_n(&stalled, __ATOMIC_RELAXED) ? WRITE_PATIENCE : 0);
+        __atomic_store_n(&stalled, ready == 0, __ATOMIC_RELAXED);
+    } while (ready <= 0 && (reads || (ready < 0 && errno == EINTR)));
+    return ready > 0;
+}
+
 /* Writes a line to stderr, when it cannot be logged. It may quote a peer, whose text must not control the terminal. */
 void tu_log_print(const tu_log_line_t *line)
 {
-    char *text = strdupa(line->text);
-    char *at;
+    char text[PIPE_BUF]; /* a pipe that takes anything takes so many bytes */
+    int length = snprintf(text, sizeof(text), "%s:%u UCX %s %s", base_name(line->file), line->number,
+                          level_name(line->level), line->text);
+    char *end  = text + (length < (int)sizeof(text) ? length : (int)sizeof(text) - 1);
 
-    for (at = text; *at != '\0'; at++) {
+    for (char *at = text; at < end; at++) {
         if (*at < ' ' || *at > '~') {
             *at = '?';
         }
     }
-    dprintf(STDERR_FILENO, "%s:%u UCX %s %s\n", base_name(line->file), line->number, level_name(line->level),
-            text);
+    *end = '\n';
+    if (tu_log_can_write(0, STDERR_FILENO)) {
+        (void)!write(STDERR_FILENO, text, (size_t)(end + 1 - text));
+    }
 }
 
 static uint64_t now(void)
@@ -204,6 +241,25 @@ void tu_log_info(const char *text)
     pthread_mutex_unlock(&self.mutex);
 }
 
+/* Keeps a table of UCX's, line by line (UCX_PROTO_INFO). UCX would write it past the handler of log lines. */
+static void log_table(const char *table)
+{
+    tu_log_line_t line = {.level = UCS_LOG_LEVEL_PRINT, .number = 1, .file = "table", .function = ""};
+    char *rest         = strdup(table);
+    char *next         = rest;
+    bool kept;
+
+    while (next != NULL && (line.text = strsep(&next, "\n")) != NULL) {
+        pthread_mutex_lock(&self.mutex);
+        kept = keep(&line);
+        pthread_mutex_unlock(&self.mutex);
+        if (!kept) {
+            tu_log_print(&line);
+        }
+    }
+    free(rest);
+}
+
 /* In a forked child only the thread exists that forked. */
 static void after_fork(void)
 {
@@ -236,6 +292,8 @@ void tu_log_begin(void)
         self.files[0] = '\0';
     }
     pthread_atfork(NULL, NULL, after_fork);
+    (void)tu_replace_import((const void *)(uintptr_t)ucp_get_version, "ucs_log_print_compact",
+                            (const void *)(uintptr_t)log_table);
     ucs_log_push_handler(log_line);
 }
 

@@ -120,6 +120,10 @@ void tu_keepalive_guard(void);
 /* Returns false if the library does not import the function, or if the system does not let it be replaced. */
 bool tu_replace_import(const void *inside, const char *name, const void *function);
 
+/* ---- the UCX library (library.c) ---- */
+
+const void *tu_libuct(void);
+
 /* ---- allocating (library.c) ----
  *
  * Everything but the log, the context, the sockets' addresses and what belongs to sockets of UCX's (key_gate.c) is

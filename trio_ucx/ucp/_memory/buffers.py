@@ -19,6 +19,7 @@ from trio.lowlevel import enable_ki_protection
 from ..._native import ffi, lib
 from . import cuda as _cuda
 from .foreign import Array, DeviceBuffer, MemoryType, array_of, on_device
+from .mapped_files import check_backed, is_mapped
 from .pointers import check_elements
 from .protocols import SupportsBuffer, SupportsCudaArray, SupportsDLPack, SupportsWritableBuffer
 from .strided import Strided, StridedMemory
@@ -48,14 +49,23 @@ _UNKNOWN, _HOST = lib.TU_MEMORY_UNKNOWN, lib.TU_MEMORY_HOST
 
 def _export(data: Any, writable: bool) -> Any:
     """The pinned memory of one object: a cffi export, or one of the classes here and in ``_strided``."""
-    if type(data) not in _HOST_TYPES:
-        check_elements(data, "receive into" if writable else "send")
+    plain, purpose = type(data) in _HOST_TYPES, "receive into" if writable else "send"
+    if not plain:
+        check_elements(data, purpose)
     try:
-        return ffi.from_buffer("char[]", data, writable)
+        export = ffi.from_buffer("char[]", data, writable)
     except (TypeError, ValueError, BufferError) as error:
         failure = _explain(data, writable)
         if failure is not None:
             raise failure from error
+    else:
+        if not plain and is_mapped(data) and len(export) > 0:
+            try:
+                check_backed(data, export + (len(export) - 1), purpose)
+            except ValueError:
+                ffi.release(export)
+                raise
+        return export
     if isinstance(data, Strided):
         return StridedMemory(data, writable)
     return ForeignMemory(data, writable)

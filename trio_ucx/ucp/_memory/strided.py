@@ -10,6 +10,7 @@ from trio.lowlevel import enable_ki_protection
 
 from ..._native import ffi, lib
 from .foreign import Array, MemoryType, array_of, on_device
+from .mapped_files import check_backed, is_mapped
 from .pointers import check_elements
 from .protocols import SupportsBuffer, SupportsDLPack
 
@@ -118,6 +119,8 @@ class StridedMemory:
             raise TypeError(f"cannot {purpose} a strided {name}: Strided takes a numpy array, or another buffer")
         self._keep = array.keep
         try:
+            if is_mapped(strided.array) and array.nbytes > 0:
+                check_backed(strided.array, ffi.cast("char *", _last_byte(array)), purpose)
             self.native = _described(array, writable, purpose, name)
         except BaseException:
             self.release()
@@ -175,6 +178,12 @@ def _compact(array: Array) -> tuple[int, ...]:
         strides.append(step)
         step *= length
     return tuple(reversed(strides))
+
+
+def _last_byte(array: Array) -> int:
+    """Returns the highest address that an array has, which is not empty."""
+    steps = zip(array.shape, array.strides or _compact(array), strict=True)
+    return array.address + sum(max(0, (length - 1) * stride) for length, stride in steps) + array.itemsize - 1
 
 
 def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

@@ -53,7 +53,7 @@ _lock = threading.Lock()
 _contexts = 0
 _thread: threading.Thread | None = None
 
-if os.environ.get("UCX_LOG_LEVEL") and logger.level == logging.NOTSET:
+if (os.environ.get("UCX_LOG_LEVEL") or os.environ.get("UCX_PROTO_INFO")) and logger.level == logging.NOTSET:
     logger.setLevel(logging.DEBUG)  # UCX itself drops lines of other levels
 
 
@@ -115,30 +115,50 @@ def _log_lines(reader: int) -> None:
     while True:
         line = lib.tu_log_take(reader, line, lost)
         with suppress(BaseException):  # from a handler or filter of the user's, which must not end this thread
-            if lost[0]:
+            if lost[0] and _can_write(reader, logger, logging.WARNING):
                 logger.warning(
                     "%d lines of UCX's log came too fast and are lost: UCX_LOG_FILE has UCX write them itself", lost[0]
                 )
         if line == ffi.NULL:
             return
         try:
-            _log(line)
+            _log(line, reader)
         except BaseException:  # the same
             lib.tu_log_print(line)
 
 
-def _log(line: Any) -> None:
+def _can_write(reader: int, to: logging.Logger, level: int) -> bool:
+    """Waits until the handlers of a logger can write a line without blocking, as far as they write to descriptors.
+
+    A thread that is blocked in a handler holds its lock, for which the interpreter's end would wait.
+
+    Returns:
+        False: this thread is to end, and they cannot.
+    """
+    found = [] if to.hasHandlers() else [2]
+    at: logging.Logger | None = to
+    while at is not None:
+        for handler in at.handlers:
+            if level >= handler.level:
+                with suppress(Exception):  # it has no stream, or one without a descriptor
+                    found.append(handler.stream.fileno())  # type: ignore[attr-defined]
+        at = at.parent if at.propagate else None
+    return all(lib.tu_log_can_write(reader, descriptor) for descriptor in found)
+
+
+def _log(line: Any, reader: int) -> None:
     if line.number == 0:
-        own_logger.info("%s", ffi.string(line.text).decode(errors="replace"))
+        if own_logger.isEnabledFor(logging.INFO) and _can_write(reader, own_logger, logging.INFO):
+            own_logger.info("%s", ffi.string(line.text).decode(errors="replace"))
         return
     level = _level(line.level)
     if level > logging.DEBUG and _is_harmless(line):
         level = logging.DEBUG
     if not logger.hasHandlers():
-        if level > logging.DEBUG:
+        if level > logging.DEBUG and _can_write(reader, logger, level):
             lib.tu_log_print(line)
         return
-    if logger.isEnabledFor(level):
+    if logger.isEnabledFor(level) and _can_write(reader, logger, level):
         file, function, text = (
             ffi.string(each).decode(errors="replace") for each in (line.file, line.function, line.text)
         )

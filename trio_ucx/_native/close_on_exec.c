@@ -1,0 +1,93 @@
+/* Keeps UCX's descriptors out of the programs that this process starts.
+ *
+ * UCX opens most of its descriptors without close-on-exec. A program that is started by anything but Python's subprocess,
+ * such as os.system(), would inherit them, and keep the ports and connections open after this process has ended. UCX's
+ * libraries therefore call these functions, which set the flag as they open. accept() is replaced in key_gate.c. What
+ * others open has the flag already: shm_open(), UCX's eventfd(), and the libraries of RDMA cards.
+ *
+ * UCX_LOG_FILE, which UCX opens while it is loaded, is inherited. If an import cannot be replaced, neither can those
+ * without which no worker with TCP or shared memory opens (key_gate.c, wake_sockets.c). */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+#include "native.h"
+
+static int closing_epoll_create(int size)
+{
+    (void)size;
+    return epoll_create1(EPOLL_CLOEXEC);
+}
+
+static int closing_pipe(int *ends)
+{
+    return pipe2(ends, O_CLOEXEC);
+}
+
+static int closing_socket(int domain, int type, int protocol)
+{
+    return socket(domain, type | SOCK_CLOEXEC, protocol);
+}
+
+static int closing_timerfd_create(int clock, int flags)
+{
+    return timerfd_create(clock, flags | TFD_CLOEXEC);
+}
+
+static int closing_open(const char *path, int flags, ...)
+{
+    mode_t mode = 0;
+    va_list arguments;
+
+    if ((flags & O_CREAT) != 0 || (flags & O_TMPFILE) == O_TMPFILE) {
+        va_start(arguments, flags);
+        mode = va_arg(arguments, mode_t);
+        va_end(arguments);
+    }
+    return open(path, flags | O_CLOEXEC, mode);
+}
+
+static FILE *closing_fopen(const char *path, const char *mode)
+{
+    char closing[16];
+
+    if ((size_t)snprintf(closing, sizeof(closing), "%se", mode) >= sizeof(closing)) {
+        errno = EINVAL;
+        return NULL;
+    }
+    return fopen(path, closing);
+}
+
+/* Called once, when UCX has been loaded. */
+void tu_close_on_exec(void)
+{
+    static const struct {
+        const char *name;
+        const void *function;
+    } imports[] = {
+        {"epoll_create", (const void *)(uintptr_t)closing_epoll_create},
+        {"pipe", (const void *)(uintptr_t)closing_pipe},
+        {"socket", (const void *)(uintptr_t)closing_socket},
+        {"timerfd_create", (const void *)(uintptr_t)closing_timerfd_create},
+        {"open", (const void *)(uintptr_t)closing_open},
+        {"fopen", (const void *)(uintptr_t)closing_fopen},
+    };
+    const void *libraries[] = {
+        (const void *)(uintptr_t)ucs_status_string, /* libucs */
+        tu_libuct(),
+        (const void *)(uintptr_t)ucp_get_version, /* libucp */
+    };
+
+    for (size_t i = 0; i < sizeof(libraries) / sizeof(*libraries); i++) {
+        for (size_t j = 0; j < sizeof(imports) / sizeof(*imports) && libraries[i] != NULL; j++) {
+            (void)tu_replace_import(libraries[i], imports[j].name, imports[j].function);
+        }
+    }
+}

@@ -1,0 +1,42 @@
+"""Refuses buffers in mapped files that have been truncated: where the file has ended, there is no memory.
+
+Touching it is a SIGBUS, in shared memory at the peer's side, too. Over TCP the kernel refuses to send it, and UCX then
+fails the endpoint, with all its connections. A file that is truncated later, during the transfer, still has these
+effects, as it has on whatever else reads the mapping.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+from ..._native import lib
+
+#: Views of views that are followed: numpy and memoryview make no chains.
+_DEEPEST = 8
+
+
+def is_mapped(data: Any) -> bool:
+    """True if an object is an mmap, or a view of one."""
+    for _ in range(_DEEPEST):
+        if data is None or isinstance(data, mmap.mmap):
+            break
+        data = data.obj if type(data) is memoryview else getattr(data, "base", None)
+    return isinstance(data, mmap.mmap)
+
+
+def check_backed(data: Any, last: Any, purpose: str) -> None:
+    """Refuses a buffer that ends behind the end of the file that it maps.
+
+    Args:
+        data: the object, which :func:`is_mapped`.
+        last: its last byte, a cffi pointer.
+        purpose: what the buffer is for: "send", "receive into".
+
+    Raises:
+        ValueError: it does.
+    """
+    if not lib.tu_can_read(last):
+        raise ValueError(
+            f"cannot {purpose} this {type(data).__name__}: the file that it maps was truncated, and ends before it"
+        )
