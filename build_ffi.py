@@ -33,6 +33,7 @@ SOURCES = [
     "sockaddr.c",
     "sockets.c",
     "imports.c",
+    "routes.c",
     "blake2s.c",
     "key_gate.c",
     "keepalive.c",

@@ -1,5 +1,6 @@
 /* Import tables (GOT): replaces a function that one of UCX's libraries calls, where UCX has no hook. */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
 #include <string.h>
@@ -109,4 +110,16 @@ bool tu_replace_import(const void *inside, const char *name, const void *functio
 
     dl_iterate_phdr(visit, &imports);
     return imports.found > 0 && imports.replaced == imports.found;
+}
+
+/* Something inside libuct, for tu_replace_import; NULL if there is none. */
+const void *tu_libuct(void)
+{
+    void *libucp       = dlopen(tu_library_file(), RTLD_LAZY | RTLD_NOLOAD);
+    const void *inside = libucp == NULL ? NULL : dlsym(libucp, "uct_iface_open"); /* there, or in what it depends on */
+
+    if (libucp != NULL) {
+        dlclose(libucp);
+    }
+    return inside;
 }

@@ -119,6 +119,12 @@ void tu_keepalive_guard(void);
 
 /* Returns false if the library does not import the function, or if the system does not let it be replaced. */
 bool tu_replace_import(const void *inside, const char *name, const void *function);
+const void *tu_libuct(void);
+
+/* ---- routes (routes.c) ---- */
+
+unsigned tu_route_interface(const struct sockaddr *to);
+void tu_follow_routes(void);
 
 /* ---- allocating (library.c) ----
  *

@@ -6,7 +6,6 @@
  * libuct's bind() gives the socket a path in a folder that only this user can enter. UCX passes the address on in the
  * shared memory, and peers send to it. Other users of the same libuct are not affected. */
 #define _GNU_SOURCE
-#include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -105,15 +104,11 @@ static void replace_once(void)
         {"sendto", (const void *)(uintptr_t)private_sendto},
         {"recvfrom", (const void *)(uintptr_t)private_recvfrom},
     };
-    void *libucp = dlopen(tu_library_file(), RTLD_LAZY | RTLD_NOLOAD);
-    void *libuct = libucp == NULL ? NULL : dlsym(libucp, "uct_iface_open"); /* there, or in what it depends on */
+    const void *libuct = tu_libuct();
 
     are_private = libuct != NULL;
     for (size_t i = 0; i < sizeof(imports) / sizeof(*imports) && are_private; i++) {
         are_private = tu_replace_import(libuct, imports[i].name, imports[i].function);
-    }
-    if (libucp != NULL) {
-        dlclose(libucp);
     }
 }
 
