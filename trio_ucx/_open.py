@@ -36,6 +36,7 @@ from ._util.socket_addresses import (
     check_is_ours,
     check_local_address,
     format_address,
+    resolve,
     split_address,
 )
 from .ucp import Worker
@@ -125,14 +126,13 @@ class _Destination:
 
     async def others(self, tried: str) -> list[_Destination]:
         """Returns the same destination with each other IP address of its host."""
-        if isinstance(self.address, str) or _family_of_ip(self.address[0]) is not None:
+        if isinstance(self.address, str):
             return []
-        found: dict[str, None] = {}
+        found: list[Resolved] = []
         with trio.move_on_after(self.timeout), suppress(OSError):
-            for *_, (ip, _, *rest) in await trio.socket.getaddrinfo(*self.address, type=socket.SOCK_STREAM):
-                if ip.partition("%")[0] != tried.partition("%")[0]:
-                    found[f"{ip.partition('%')[0]}%{rest[1]}" if rest and rest[1] else ip] = None
-        return [attrs.evolve(self, ip=ip) for ip in found]
+            found = await resolve(*self.address)
+        ips = [f"{each.ip}%{each.scope}" if each.scope else each.ip for each in found if each.ip != tried]
+        return [attrs.evolve(self, ip=ip) for ip in ips]
 
 
 def _family_of_ip(host: str) -> socket.AddressFamily | None:

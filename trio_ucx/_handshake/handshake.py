@@ -35,9 +35,9 @@ from .._util.socket_addresses import family_of, format_address, is_loopback
 from ..ucp import Status, WorkerAddress
 from ..ucp._internal_api import (
     Admission,
-    Ends,
     EndpointsToWorker,
     EndpointSummary,
+    Ends,
     KeyPair,
     Operation,
     Share,
@@ -555,7 +555,7 @@ class Handshake:
         theirs, ours = (self._places(*side) for side in sides)
         advice = "UCX_NET_DEVICES=eth0, for example, says which network devices a side uses"
         if not self.is_local and any(_has_only_link_local(*side) for side in sides):
-            advice = "UCX uses no link-local addresses: give the network device that leads to the other host another one"
+            advice = "UCX uses no link-local addresses: give the network device there another address"
         return f"its UCX listens at {theirs}, ours at {ours}; {advice}"
 
     def _places(self, side: PeerDescription, end: Address) -> str:
