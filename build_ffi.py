@@ -34,6 +34,7 @@ SOURCES = [
     "sockets.c",
     "imports.c",
     "close_on_exec.c",
+    "routes.c",
     "blake2s.c",
     "key_gate.c",
     "keepalive.c",

@@ -100,6 +100,12 @@ class Network:
             end.ip("link", "set", name, "up")
             self._ends.append((end, name))
 
+    def cut(self, host: Host, device: str) -> None:
+        """Removes the cable at this device."""
+        host.ip("link", "del", device)
+        kept = [(end, name) for end, name in self._ends if f" {name}@" in end.ip("-o", "link")]
+        self._ends[:] = kept
+
     async def ready(self) -> None:
         """The kernel looks at a new cable only once a second."""
         with trio.fail_after(15):

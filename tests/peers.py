@@ -876,6 +876,19 @@ async def visitor(options: dict[str, Any], sizes: list[int]) -> None:
 
 
 @role
+async def visitor_of_a_late_network(options: dict[str, Any]) -> None:
+    """Opens its worker, and then waits for an address that the test sends. Reports its transports."""
+    async with ucp.open_worker() as worker:
+        say("open")
+        address = tuple(await ask())
+        async with trio_ucx.connect(address, worker=worker, **options) as connection:
+            await connection.send(b"x")
+            with trio.fail_after(60):
+                await connection.receive()
+            say(transports_of(connection))
+
+
+@role
 async def visitor_by_several_ways(sizes: list[int]) -> None:
     """Connects one worker to each of the addresses that the test sends; messages of these sizes must come back over
     each, also after those before it were closed. Reports transports and remote addresses.

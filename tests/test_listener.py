@@ -142,6 +142,40 @@ async def test_all_addresses_fail(worker: ucp.Worker, names: dict[str, list[str]
     assert len(caught.value.__cause__.exceptions) == 3
 
 
+async def _says_so(stream: trio.SocketStream) -> None:
+    await stream.send_all(b"SSH-2.0-OpenSSH_9.2\r\n")
+    await stream.receive_some()
+
+
+async def _hangs_up(stream: trio.SocketStream) -> None:
+    pass
+
+
+@pytest.mark.parametrize("program", [_says_so, _hangs_up])
+@pytest.mark.parametrize("tls", [False, True], ids=["", "TLS"])
+async def test_another_program_at_one_address_of_a_name(
+    worker: ucp.Worker, names: dict[str, list[str]], program: Any, tls: bool, certificates: Certificates
+) -> None:
+    """The others are tried; and if one is a listener that lets nobody in, that is the error."""
+    names["host"] = ["127.1.0.1", "127.1.0.2", "127.1.0.3"]
+    ours, theirs = (certificates.client, certificates.server) if tls else (None, None)
+    options: dict[str, Any] = {"worker": worker, "ssl_context": ours, "server_hostname": "localhost" if tls else None}
+    async with trio.open_nursery() as nursery:
+        others = await trio.open_tcp_listeners(0, host="127.1.0.1")
+        nursery.start_soon(trio.serve_listeners, program, others)
+        port = others[0].socket.getsockname()[1]
+        with trio.fail_after(15), pytest.raises(OSError, match="host:.*listener"):
+            await trio_ucx.connect(("host", port), **options)
+        async with open_listener(worker, port=port, host="127.1.0.3", ssl_context=theirs):
+            with trio.fail_after(15):
+                async with trio_ucx.connect(("host", port), **options) as client:
+                    assert client.remote_address == ("127.1.0.3", port)
+        async with open_listener(worker, port=port, host="127.1.0.2", authkey=bytes(16), ssl_context=theirs):
+            with trio.fail_after(15), pytest.raises(trio_ucx.NotAdmitted, match="host:"):
+                await trio_ucx.connect(("host", port), **options)
+        nursery.cancel_scope.cancel()
+
+
 async def test_cancelled_race_leaves_nothing(worker: ucp.Worker, names: dict[str, list[str]]) -> None:
     names["host"] = ["127.0.0.1", "127.0.0.2"]
     port = free_port()

@@ -246,37 +246,100 @@ async def test_one_worker_over_two_networks(default_route: bool) -> None:
 
 
 @pytest.mark.root
-@pytest.mark.full
-@pytest.mark.parametrize("change", ["comes", "goes"])
-async def test_a_device_comes_or_goes(change: str) -> None:
-    """...after the server has opened its worker. Networks that stay are not affected; one that came is named."""
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("aside", [(), ("172.17.0.1/16",)], ids=["", "another network"])
+@pytest.mark.parametrize("at", [("server",), ("client",), ("server", "client")], ids="-".join)
+@pytest.mark.parametrize("layout", [Layout(ONE, TWO), Layout(SIX, SEVEN)], ids=["IPv4", "IPv6"])
+async def test_virtual_addresses(layout: Layout, at: Sequence[str], aside: Sequence[str]) -> None:
+    """...at the loopback device, with a route through the network: routing on the host, or anycast."""
+    virtual = ("fd00:99::1", "fd00:99::2") if ":" in layout.server.ip else ("10.99.0.1", "10.99.0.2")
+    both = [attrs.evolve(end, aside=aside) for end in (layout.server, layout.client)]
     with open_network() as network:
-        server, client = build(network, LAYOUTS["the same subnet and address at both"], BEFORE)
+        server, client = build(network, attrs.evolve(layout, server=both[0], client=both[1]), BEFORE)
+        for host, own, peer, address in (
+            (server, layout.server, client, virtual[0]),
+            (client, layout.client, server, virtual[1]),
+        ):
+            host.add_address("lo", f"{address}/{128 if ':' in address else 32}")
+            peer.ip("route", "add", address, "via", own.ip)
         await network.ready()
-        async with open_peer("host", ["0.0.0.0"], {}, under=server.under, **QUIET) as listening:
+        options = {"local_address": virtual[1]} if "client" in at else {}
+        target = virtual[0] if "server" in at else layout.server.ip
+        (await meet(Side(client.under, options), Side(server.under), target)).assert_tcp()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("addresses", [("169.254.1.1/16", "169.254.1.2/16"), ("fe80::a:1/64", "fe80::a:2/64")], ids=str)
+async def test_hosts_with_only_link_local_addresses(addresses: tuple[str, str]) -> None:
+    """UCX uses no such address, and does not say so. Both sides do."""
+    ip = addresses[0].partition("/")[0]
+    with open_network() as network:
+        server, client = network.host(), network.host()
+        network.cable((server, MAIN, addresses[0]), (client, MAIN, addresses[1]))
+        await network.ready()
+        through, everywhere = (f"{ip}%{MAIN}", "::") if ":" in ip else (ip, "0.0.0.0")
+        meeting = await meet(Side(client.under), Side(server.under), everywhere, through=through)
+    kind, number, text, seconds = meeting.client
+    assert (kind, number) == ("OSError", errno.EHOSTUNREACH) and seconds < 9
+    for said in text, meeting.log:
+        assert "UCX uses no link-local addresses: give the network device there another address" in said
+        assert "NET_DEVICES" not in said and "select.c" not in said
+
+
+async def ask_to_visit(client: Host, ip: str, port: int) -> list[Any]:
+    async with open_peer("visitor", {}, SIZES, under=client.under, **QUIET) as connecting:
+        await connecting.tell([ip, port])
+        said: list[Any] = await connecting.hear(40)
+        return said
+
+
+@pytest.mark.root
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("isolate", [False, True], ids=["", "isolate"])
+@pytest.mark.parametrize("before", [(), ("10.77.0",)], ids=["no network", "another network"])
+async def test_a_network_comes_later(before: Sequence[str], isolate: bool) -> None:
+    """...than the server's worker, and perhaps than the first client of another network. It goes, and comes again."""
+    with open_network() as network:
+        server, client = network.host(), network.host()
+
+        def lay(device: str, net: str) -> str:
+            network.cable((server, device, f"{net}.1/24"), (client, device, f"{net}.2/24"))
+            return f"{net}.1"
+
+        others = [lay(BEFORE, net) for net in before]
+        await network.ready()
+        async with open_peer("host", ["0.0.0.0"], {"isolate": isolate}, under=server.under, **QUIET) as listening:
             [[_, port]] = await listening.hear()
 
-            async def visit(ip: str) -> list[Any]:
-                async with open_peer("visitor", {}, SIZES, under=client.under, **QUIET) as connecting:
-                    await connecting.tell([ip, port])
-                    said: list[Any] = await connecting.hear(40)
-                    return said
+            async def visit(*ips: str) -> None:
+                for ip in ips:
+                    said = await ask_to_visit(client, ip, port)
+                    assert said[:2] == ["connected", ["tcp"]], (ip, said)
 
-            assert (await visit(ONE.ip))[:2] == ["connected", ["tcp"]]
-            if change == "comes":
-                network.cable((server, AFTER, "10.77.0.1/24"), (client, AFTER, "10.77.0.2/24"))
+            await visit(*others)
+            for net in ("10.201.0", "10.201.0", "10.202.0"):
+                ip = lay(MAIN, net)
                 await network.ready()
-            else:
-                server.ip("link", "del", f"{BEFORE}0")
-            assert (await visit(ONE.ip))[:2] == ["connected", ["tcp"]]
-            if change == "comes":
-                kind, _, text, seconds = await visit("10.77.0.1")
-                assert kind in ("OSError", "TimeoutError", "ConnectionRefusedError") and seconds < 9, (kind, text)
-                assert "(and not at 10.77.0.1, where its control socket is: NAT, or a device that its worker" in text, (
-                    text
-                )
+                await visit(ip, *others)
+                network.cut(server, MAIN)
+                await visit(*others)
             await listening.tell()
             await listening.hear()
+
+
+@pytest.mark.root
+async def test_a_client_is_there_before_its_network() -> None:
+    with open_network() as network:
+        server, client = network.host(), network.host()
+        async with open_peer("visitor_of_a_late_network", {}, under=client.under, **QUIET) as connecting:
+            await connecting.hear()
+            network.cable((server, MAIN, ONE.main[0]), (client, MAIN, TWO.main[0]))
+            await network.ready()
+            async with open_peer("host", [ONE.ip], {}, under=server.under, **QUIET) as listening:
+                await connecting.tell(*(await listening.hear()))
+                assert await connecting.hear(40) == ["tcp"]
+                await listening.tell()
+                await listening.hear()
 
 
 # ---- the choice, with addresses of made-up workers ----
@@ -301,26 +364,37 @@ def kept(address: WorkerAddress) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "control", "beside", "expected"),
+    ("hosts", "control", "beside", "leading", "expected"),
     [
-        (["10.0.0.1"], "10.0.0.1", [], ["10.0.0.1"]),
-        (["10.0.0.1", "172.17.0.1"], "10.0.0.1", [], ["10.0.0.1"]),
-        (["172.17.0.1", "10.0.0.1", "10.8.0.1"], "10.0.0.1", [], ["10.0.0.1"]),
-        (["172.17.0.1", "fd00::1"], "fd00::1", [], ["fd00::1"]),
-        (["172.17.0.1", "10.0.0.1"], "::ffff:10.0.0.1", [], ["10.0.0.1"]),
-        (["172.17.0.1", "10.0.0.1"], "fd00::1", ["fd00::1", "10.0.0.1"], ["10.0.0.1"]),
-        (["172.17.0.1", "10.0.0.1"], "fe80::1%lo", ["fe80::1", "10.0.0.1"], ["10.0.0.1"]),
-        (["172.17.0.1", "10.0.0.1"], "10.0.0.5", ["10.0.0.1", "10.0.0.5"], ["10.0.0.1"]),
-        (["172.17.0.1", "10.0.0.1"], "10.77.0.1", ["10.77.0.1"], ["172.17.0.1", "10.0.0.1"]),
-        (["172.17.0.1", "10.0.0.1"], "10.77.0.1", [], ["172.17.0.1", "10.0.0.1"]),
+        (["10.0.0.1"], "10.0.0.1", [], [], ["10.0.0.1"]),
+        (["10.0.0.1", "172.17.0.1"], "10.0.0.1", [], ["172.17.0.1"], ["10.0.0.1"]),
+        (["172.17.0.1", "10.0.0.1", "10.8.0.1"], "10.0.0.1", [], [], ["10.0.0.1"]),
+        (["172.17.0.1", "fd00::1"], "fd00::1", [], [], ["fd00::1"]),
+        (["172.17.0.1", "10.0.0.1"], "::ffff:10.0.0.1", [], [], ["10.0.0.1"]),
+        (["172.17.0.1", "10.0.0.1"], "fd00::1", ["fd00::1", "10.0.0.1"], ["172.17.0.1"], ["10.0.0.1"]),
+        (["172.17.0.1", "10.0.0.1"], "fe80::1%lo", ["fe80::1", "10.0.0.1"], [], ["10.0.0.1"]),
+        (["172.17.0.1", "10.0.0.1"], "10.0.0.5", ["10.0.0.1", "10.0.0.5"], [], ["10.0.0.1"]),
+        (["172.17.0.1", "10.0.0.1"], "10.77.0.1", ["10.77.0.1"], [], ["172.17.0.1", "10.0.0.1"]),
+        (["172.17.0.1", "10.0.0.1"], "10.77.0.1", [], [], ["172.17.0.1", "10.0.0.1"]),
+        (["172.17.0.1", "10.0.0.1"], "10.77.0.1", ["10.77.0.1"], ["fd00::1", "10.0.0.1"], ["10.0.0.1"]),
+        (["127.0.0.1", "10.0.0.1"], "10.99.0.1", ["127.0.0.1", "10.99.0.1"], ["10.0.0.1"], ["10.0.0.1"]),
     ],
 )
 def test_the_device_of_the_control_socket(
-    hosts: list[str], control: str, beside: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+    hosts: list[str],
+    control: str,
+    beside: list[str],
+    leading: list[str],
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is the only TCP device that the peer is told, if UCX uses it. Other devices stay."""
+    """It is the only TCP device that the peer is told, if UCX uses it; else the one that leads to the peer. Devices of
+    other transports stay.
+    """
     monkeypatch.setattr(network_devices, "_beside", lambda ip, device: beside)
-    assert kept(network_devices.at_control_socket(made_up(*hosts), control, {"NET_DEVICES": "all"})) == expected
+    monkeypatch.setattr(network_devices, "_leading_to", lambda ip, device: leading)
+    ends = control, "198.51.100.7"
+    assert kept(network_devices.at_control_socket(made_up(*hosts), ends, {"NET_DEVICES": "all"})) == expected
 
 
 @pytest.mark.parametrize(
@@ -347,6 +421,8 @@ def test_devices_that_the_user_names(
 def test_addresses_of_a_network_device() -> None:
     assert "127.0.0.1" in network_devices._beside("127.0.0.1", "")
     assert network_devices._beside("198.51.100.7", "") == []
+    assert "127.0.0.1" in network_devices._leading_to("127.0.0.1", "")
+    assert "127.0.0.1" in network_devices.active_addresses()
 
 
 async def test_the_network_of_a_raw_endpoint() -> None:

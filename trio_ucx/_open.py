@@ -36,6 +36,7 @@ from ._util.socket_addresses import (
     check_is_ours,
     check_local_address,
     format_address,
+    resolve,
     split_address,
 )
 from .ucp import Worker
@@ -59,6 +60,7 @@ class _Destination:
     Attributes:
         address: a host and port, or the path of a Unix socket.
         timeout: seconds for everything.
+        ip: of the addresses of a host, the one to connect to; "" leaves that to Trio.
     """
 
     address: tuple[str, int] | str
@@ -66,6 +68,7 @@ class _Destination:
     timeout: float
     happy_eyeballs_delay: float | None
     local_address: Resolved | None
+    ip: str = ""
 
     @classmethod
     def check(
@@ -103,7 +106,7 @@ class _Destination:
         try:
             if isinstance(self.address, str):
                 return await _open_unix_socket(self.address)
-            host, port = self.address
+            host, port = self.ip or self.address[0], self.address[1]
             local = None
             if self.local_address is not None:
                 check_is_ours(self.local_address)  # Trio would say that it is incompatible with the remote address
@@ -120,6 +123,16 @@ class _Destination:
                 error.strerror = f"connecting to {self.label}: {error.strerror}{_hint(error.errno)}"
                 raise
             raise _with_errno(error) from error.__cause__
+
+    async def others(self, tried: str) -> list[_Destination]:
+        """Returns the same destination with each other IP address of its host."""
+        if isinstance(self.address, str):
+            return []
+        found: list[Resolved] = []
+        with trio.move_on_after(self.timeout), suppress(OSError):
+            found = await resolve(*self.address)
+        ips = [f"{each.ip}%{each.scope}" if each.scope else each.ip for each in found if each.ip != tried]
+        return [attrs.evolve(self, ip=ip) for ip in ips]
 
 
 def _family_of_ip(host: str) -> socket.AddressFamily | None:
@@ -226,10 +239,25 @@ async def _open_one(destination: _Destination, exchange_options: ExchangeOptions
             "server_hostname= is missing: name the host that the certificate of the listener at the Unix socket must "
             "name, or use an ssl_context with check_hostname=False"
         )
-    connector = Connector(
-        registry, destination.open_socket, destination.label, exchange_options, options, destination.timeout
-    )
-    return Connection._wrap(await connector.run())
+
+    def connector(destination: _Destination) -> Connector:
+        return Connector(
+            registry, destination.open_socket, destination.label, exchange_options, options, destination.timeout
+        )
+
+    first = connector(destination)
+    try:
+        return Connection._wrap(await first.run())
+    except OSError:
+        if first.met_stranger and first.remote is not None:
+            for other in await destination.others(first.remote[0]):
+                again = connector(other)
+                try:
+                    return Connection._wrap(await again.run())
+                except OSError:
+                    if again.remote is not None and not again.met_stranger:  # this is the listener, and says why
+                        raise
+        raise
 
 
 @types.coroutine
@@ -305,7 +333,8 @@ def connect(
 
     Args:
         address: ``"host:port"``, ``"[v6]:port"``, ``(host, port)`` or ``"unix:/path"``. Several of them, as in
-            ``["a:1", "b:1"]``, are tried in this order until one succeeds.
+            ``["a:1", "b:1"]``, are tried in this order until one succeeds. If another program listens at one IP address
+            of a host, its others are tried.
         worker: the worker of the connection; by default the run's shared worker.
         connect_timeout: seconds for everything at one address: the look-up of the name, the control socket, the
             exchange and the greeting over UCX.

@@ -14,7 +14,7 @@ from .._link import Link, Options
 from .._rules.wire import ProtocolError, RefusalCode
 from .._version import SOFTWARE
 from ..ucp._internal_api import UCXError, under_way
-from .control_stream import ControlStream, set_keepalive, why_tls_failed
+from .control_stream import Address, ControlStream, set_keepalive, why_tls_failed
 from .exchange import Exchange, ExchangeState, Refused, UnknownProtocol, Welcomed
 from .handshake import ExchangeOptions, Handshake, NeedsAnotherWorker
 from .registry import WorkerConnections
@@ -46,12 +46,19 @@ class Connector:
         self.timeout = timeout
         #: What the client waits for, for the TimeoutError; "": messages over UCX.
         self.stage = ""
+        #: Whether something else than a trio_ucx listener has answered the last attempt, or ended it at once.
+        self.met_stranger = False
         self._registry = registry
         self._options = options
         self._open_socket = open_socket
         self._handshake = Handshake(registry, options, label)
         #: Those of workers that were tried; each is used once.
         self._tried: list[WorkerConnections] = []
+
+    @property
+    def remote(self) -> Address:
+        """The address to which the last attempt was connected; None if it was not."""
+        return self._handshake.remote
 
     async def run(self) -> Link:
         """Connects, trying one worker after another until one can be used. Returns the open connection.
@@ -115,6 +122,7 @@ class Connector:
             reason = str(error)
             text = f"cannot connect to {self.label}: {error}"
             if isinstance(error, UnknownProtocol):
+                self.met_stranger = True
                 raise NotTrioUCX(errno.EPROTO, f"{text}; is it a trio_ucx listener?", self.label) from error
             raise refusal(RefusalCode.NOT_ADMITTED, text, self.label) from error
         except UCXError as error:
@@ -127,6 +135,7 @@ class Connector:
             raise
         except OSError as error:
             reason = error.strerror or str(error)
+            self.met_stranger = exchange.state is ExchangeState.PREAMBLE
             error = self._named(error)
             raise error from error.__cause__
         finally:
@@ -175,7 +184,7 @@ class Connector:
         if isolate:
             handshake.isolate()
         else:
-            handshake.registry = self._registry.for_new_connection(self._tried)
+            handshake.registry = self._registry.for_new_connection(handshake.ends, self._tried)
             self._tried.append(handshake.registry)
         exchange.open(handshake.describe(options.shared_memory))
         event = await handshake.next_event(stream, exchange)

@@ -19,6 +19,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
+from ipaddress import ip_address
 
 import attrs
 import trio
@@ -37,6 +38,7 @@ from ..ucp._internal_api import (
     Admission,
     EndpointsToWorker,
     EndpointSummary,
+    Ends,
     KeyPair,
     Operation,
     Share,
@@ -215,11 +217,16 @@ class Handshake:
         self.local, self.remote = local_address(stream.socket), remote_address(stream.socket)
         self.is_local = leads_to_this_machine(stream.socket)
 
+    @property
+    def ends(self) -> Ends | None:
+        """The IP addresses of the control socket, ours first, if the peer is on another machine."""
+        return None if self.is_local or self.local is None or self.remote is None else (self.local[0], self.remote[0])
+
     def isolate(self) -> None:
         """Moves to a worker of its own, before this side sends its peer description."""
         self.registry.engine.check()
         owner = self.registry.worker
-        worker = owner._open_isolated()
+        worker = owner._open_isolated(self.ends)
         self._close_own_worker = lambda: owner._close_isolated(worker)
         self.registry = WorkerConnections.of(worker, self.registry)
 
@@ -230,7 +237,7 @@ class Handshake:
         while self.id in sinks:
             self.id = wire.new_connection_id()
         self._receive_here()
-        self._own = self.registry.description(self.id, self.options, shared_memory, self.is_local, self.local)
+        self._own = self.registry.description(self.id, self.options, shared_memory, self.is_local, self.ends)
         return self._own
 
     def _receive_here(self) -> None:
@@ -409,8 +416,7 @@ class Handshake:
         """
         if self._shared_memory or self.is_local or not self.registry.engine.identity.has_only_tcp:
             return
-        hosts = [host for host in self.peer.worker._tcp_hosts if not is_loopback(host)]
-        if hosts and not any(map(has_route, hosts)):
+        if not any(has_route(host) for host in self.peer.worker._tcp_hosts if not is_loopback(host)):
             raise self._unreachable(errno.EHOSTUNREACH)
 
     def _unreachable(self, number: int) -> OSError:
@@ -552,11 +558,12 @@ class Handshake:
     @property
     def _tcp(self) -> str:
         assert self._own is not None
-        theirs, ours = self._places(self.peer, self.remote), self._places(self._own, self.local)
-        return (
-            f"its UCX listens at {theirs}, ours at {ours}; UCX_NET_DEVICES=eth0, for example, says which network "
-            "devices a side uses"
-        )
+        sides = (self.peer, self.remote), (self._own, self.local)
+        theirs, ours = (self._places(*side) for side in sides)
+        advice = "UCX_NET_DEVICES=eth0, for example, says which network devices a side uses"
+        if not self.is_local and any(_has_only_link_local(*side) for side in sides):
+            advice = "UCX uses no link-local addresses: give the network device there another address"
+        return f"its UCX listens at {theirs}, ours at {ours}; {advice}"
 
     def _places(self, side: PeerDescription, end: Address) -> str:
         """Returns where a side's UCX listens, and says if that is not the address of its end of the control socket."""
@@ -565,7 +572,8 @@ class Handshake:
         if not ip or not any(family_of(ip) == family_of(host) for host in {*side.worker._tcp_hosts} - {ip}):
             return places
         return (
-            f"{places} (and not at {ip}, where its control socket is: NAT, or a device that its worker does not use?)"
+            f"{places} (and not at {ip}, where its control socket is: NAT, or a device that UCX does not use, such as "
+            "a bridge without UCX_TCP_BRIDGE_ENABLE=y?)"
         )
 
     def check(self) -> None:
@@ -618,6 +626,12 @@ class Handshake:
                 contained(engine.receive_queue.may_be_writing, self._peer.worker.process)
         if self._close_own_worker is not None:
             contained(self._close_own_worker)
+
+
+def _has_only_link_local(side: PeerDescription, end: Address) -> bool:
+    """True if a side's end of the control socket has a link-local address, and its UCX has no address for others."""
+    ip = "" if end is None else end[0].removeprefix("::ffff:")
+    return bool(ip) and ip_address(ip).is_link_local and all(map(is_loopback, side.worker._tcp_hosts))
 
 
 def _end(link: Link, event: Event) -> None:

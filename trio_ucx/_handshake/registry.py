@@ -1,7 +1,8 @@
 """The handshake registry: what a worker needs for its handshakes.
 
 A worker gets one when it is first used for Connections. The registry also finds the worker for a new connection: its
-data ports and shared-memory queue must work, and it must be able to make an endpoint that UCX pairs with the peer's.
+data ports and shared-memory queue must work, it must know the network to the peer, and it must be able to make an
+endpoint that UCX pairs with the peer's.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from .._statistics import Totals
 from .._util.process import host_name
 from .._version import SOFTWARE
 from ..ucp import Feature, Worker
-from ..ucp._internal_api import Engine, OptionError, at_control_socket, check_claim
+from ..ucp._internal_api import Ends, Engine, OptionError, at_control_socket, came_later, check_claim
 from .control_sockets import ControlSockets
-from .control_stream import Address
 from .peer_description import PeerDescription, SharedMemory
 
 #: The workers that have Connections, in all threads, without those that were opened for another one. By name; workers
@@ -77,12 +77,16 @@ class WorkerConnections:
     def _unlist(self, name: str) -> None:
         del named_workers[name]
 
-    def for_new_connection(self, tried: Collection[WorkerConnections] = ()) -> WorkerConnections:
+    def for_new_connection(
+        self, ends: Ends | None = None, tried: Collection[WorkerConnections] = ()
+    ) -> WorkerConnections:
         """The registry for a new connection: this one, the newest successor's, or that of a new one.
 
         A successor without connections is closed when a new one is opened: the caller describes this side at once.
 
         Args:
+            ends: of the control socket, if the peer is on another machine: a network that came later than a worker
+                needs a newer one.
             tried: registries whose worker has no endpoint for that.
 
         Raises:
@@ -91,11 +95,16 @@ class WorkerConnections:
         self.engine.check()
         for worker in (self.worker, *list(self.worker._successors.values())[-1:]):
             engine = worker._engine
-            if not engine.receive_queue.stopped and not engine.key_gate.lost and not engine.endpoints_by_worker.is_full:
+            if not (
+                engine.receive_queue.stopped
+                or engine.key_gate.lost
+                or engine.endpoints_by_worker.is_full
+                or (ends is not None and came_later(engine.identity.address, ends, engine.context._addresses))
+            ):
                 registry = WorkerConnections.of(worker, self)
                 if registry not in tried:
                     return registry
-        return WorkerConnections.of(self.worker._open_successor(), self)
+        return WorkerConnections.of(self.worker._open_successor(ends), self)
 
     @classmethod
     def of(cls, worker: Worker, parent: WorkerConnections | None = None) -> WorkerConnections:
@@ -105,17 +114,17 @@ class WorkerConnections:
         return registry
 
     def description(
-        self, connection_id: int, options: Options, wish: SharedMemory, sees_local: bool, local: Address
+        self, connection_id: int, options: Options, wish: SharedMemory, sees_local: bool, ends: Ends | None
     ) -> PeerDescription:
         """The peer description that this side sends.
 
         Args:
-            local: our end of the control socket.
+            ends: of the control socket, if the peer is on another machine.
         """
         engine = self.engine
         worker = engine.identity.address
-        if local is not None and not sees_local:
-            worker = at_control_socket(worker, local[0], engine.context.config)
+        if ends is not None:
+            worker = at_control_socket(worker, ends, engine.context.config)
         return PeerDescription(
             connection_id=connection_id,
             window=options.window,

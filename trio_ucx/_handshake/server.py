@@ -415,7 +415,7 @@ class Acceptor:
         if options.isolate:
             handshake.isolate()
         else:
-            handshake.registry = self.registry.for_new_connection()
+            handshake.registry = self.registry.for_new_connection(handshake.ends)
         description = handshake.describe(options.shared_memory)
         handshake.description_arrived(opened.peer)
         handshake.let_in(exchange.keys)

@@ -278,7 +278,9 @@ bool tu_operation_cancel(tu_worker_t *worker, uint64_t id);
 
 /* sockaddr.c */
 bool tu_is_own_address(const tu_address_t *address);
-int tu_interface_addresses(const tu_address_t *address, tu_address_t *out, int size);
+unsigned tu_interface_with(const tu_address_t *address);
+unsigned tu_interface_to(const tu_address_t *address);
+int tu_interface_addresses(unsigned index, tu_address_t *out, int size);
 
 /* endpoint.c */
 int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *remote, const tu_address_t *local,

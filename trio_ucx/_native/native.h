@@ -120,6 +120,11 @@ void tu_keepalive_guard(void);
 /* Returns false if the library does not import the function, or if the system does not let it be replaced. */
 bool tu_replace_import(const void *inside, const char *name, const void *function);
 
+/* ---- routes (routes.c) ---- */
+
+unsigned tu_route_interface(const struct sockaddr *to);
+void tu_follow_routes(void);
+
 /* ---- the UCX library (library.c) ---- */
 
 const void *tu_libuct(void);

@@ -25,6 +25,7 @@ from ._quirks import descriptors, forks, option_limits, sandboxes, shared_memory
 from ._quirks import log as ucx_log
 from ._quirks.default_options import DEFAULT_OPTIONS
 from ._quirks.forks import Birth
+from ._quirks.network_devices import active_addresses
 from ._quirks.option_limits import OptionError, in_force
 from ._quirks.releases import WELL_CONFIGURABLE
 from ._status import Status, UCXError
@@ -56,6 +57,8 @@ class Context(metaclass=OpenedNotConstructed):
     #: Sizes of segments and queues that must be equal on both sides (``option_limits.AGREED``).
     _agreed_sizes: option_limits.Sizes
     _handle: Any
+    #: This host's active addresses before UCX looked for network devices: its workers have no other devices.
+    _addresses: frozenset[str]
     #: How many file descriptors one of its workers needs.
     _descriptors_per_worker: int
     #: Its workers that were not destroyed, and what closes each that belongs to this thread and process.
@@ -97,6 +100,7 @@ class Context(metaclass=OpenedNotConstructed):
         options = {**defaults, **keepalive, **chosen}
         options.update(shared_memory.restrict({**option_limits.environment(), **options}))
         sandboxes.check(_transports(options))
+        addresses = active_addresses()
         ucx_log.open()
         forks.context_opened()
         try:
@@ -118,6 +122,7 @@ class Context(metaclass=OpenedNotConstructed):
             rendezvous_threshold=_rendezvous_threshold(options),
             agreed_sizes=option_limits.agreed_sizes(options),
             handle=handle,
+            addresses=addresses,
             descriptors_per_worker=descriptors.for_worker(info),
         )
         _live_contexts.add(context)

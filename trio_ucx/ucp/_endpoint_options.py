@@ -78,7 +78,7 @@ def check_source(local: Resolved, remote: Resolved) -> None:
             errno.EAFNOSUPPORT, f"local_address={local.ip!r} is incompatible with the remote address {remote}"
         )
     check_is_ours(local)
-    if lib.tu_interface_addresses(native_address(local), ffi.NULL, 0) == 0:
+    if lib.tu_interface_with(native_address(local)) == 0:
         raise OSError(
             errno.EADDRNOTAVAIL,
             f"connecting from local_address={local.ip!r}: no network interface has this address, as UCX demands",

@@ -26,7 +26,14 @@ from ._memory.pointers import check_elements
 from ._quirks import descriptors
 from ._quirks.default_options import DEFAULT_OPTIONS
 from ._quirks.key_gate import Admission
-from ._quirks.network_devices import addresses_of_devices, at_control_socket, is_own, without_own
+from ._quirks.network_devices import (
+    Ends,
+    addresses_of_devices,
+    at_control_socket,
+    came_later,
+    is_own,
+    without_own,
+)
 from ._quirks.option_limits import OptionError
 from ._status import (
     Error,
@@ -97,7 +104,9 @@ __all__ = [
     "Admission",  # lets a peer through the key gate
     "KeyPair",  # the keys of two workers
     "addresses_of_devices",  # the IP addresses of the devices that a worker uses
+    "Ends",  # the IP addresses of a control socket
     "at_control_socket",  # restricts an address to the device of a control socket
+    "came_later",  # True if a network came later than a worker
     "check_without_shared_memory",  # refuses two workers that have no other transport in common
     "decode_worker_address",  # makes a WorkerAddress from its bytes
     "is_own",  # True if this host has an IP address

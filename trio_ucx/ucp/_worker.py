@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -33,7 +34,8 @@ from ._features import DEFAULT_FEATURES, Feature
 from ._listener import ListenerCore, RawListener
 from ._memory.buffers import WritableBuffer
 from ._quirks.key_gate import parse_networks
-from ._quirks.network_devices import in_network
+from ._quirks.network_devices import Ends, in_network, is_outdated
+from ._quirks.option_limits import OptionError
 from ._quirks.stopped_queue import WatchedQueue, check_queue, uses_queue
 from ._requests import RequestGroup, open_group
 from ._status import MessageTooLong, Status, UCXError
@@ -139,21 +141,33 @@ class Worker(metaclass=OpenedNotConstructed):
     def _is_usable(self) -> bool:
         return self._engine.handle is not None and self._engine.broken is None
 
-    def _open_successor(self) -> Worker:
-        """Another worker like this one, which is closed with it. Earlier ones that are idle are closed now."""
+    def _open_successor(self, ends: Ends | None = None) -> Worker:
+        """Another worker like this one, which is closed with it. Earlier ones that are idle are closed now.
+
+        Args:
+            ends: of the control socket for which it is opened, if the peer is on another machine.
+        """
         children = self._engine.teardown.children
         for id, earlier in list(self._successors.items()):
             if not earlier._engine.tag_dispatch.sinks:  # no connection, and none that is being opened
                 del self._successors[id], children[id]
                 close_now(earlier._engine)
-        return self._open_beside(self._successors)
+        return self._open_beside(self._successors, ends)
 
-    def _open_isolated(self) -> Worker:
-        """Opens another worker like this one, for one Connection."""
-        return self._open_beside(self._isolated)
+    def _open_isolated(self, ends: Ends | None = None) -> Worker:
+        """Opens another worker like this one, for one Connection. The argument is :meth:`_open_successor`'s."""
+        return self._open_beside(self._isolated, ends)
 
-    def _open_beside(self, kind: dict[int, Worker]) -> Worker:
-        worker = Worker._open(self._context, None, **self._waiting_options)  # type: ignore[arg-type]
+    def _open_beside(self, kind: dict[int, Worker], ends: Ends | None) -> Worker:
+        options: dict[str, Any] = self._waiting_options
+        context, address = self._context, self._engine.identity.address
+        if is_outdated(address, ends, context._addresses):  # a context keeps its network devices
+            try:
+                worker = Worker._open(None, context.config, context.features, **options)
+            except OptionError as error:
+                raise OSError(errno.ENODEV, str(error)) from None
+        else:
+            worker = Worker._open(context, None, **options)
         worker._engine.receive_queue.counters = self._engine.counters
         worker._engine.key_gate.admit(self._engine.key_gate.networks)
         id = self._engine.next_id()

@@ -28,16 +28,19 @@ import socket
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from ipaddress import ip_address
+from typing import Any
 
 from ..._native import ffi, lib
-from ..._util.socket_addresses import family_of
+from ..._util.socket_addresses import family_of, is_loopback
 from .._worker_address import WorkerAddress
 from .address_layout import parse_worker_address, with_tcp_at
 from .key_gate import parse_networks
 from .option_limits import in_force
 
-#: The most addresses of one device that are looked at.
-_MOST = 256
+#: The IP addresses of a control socket to another machine: of our end, and of the peer's.
+Ends = tuple[str, str]
+#: The most addresses that are looked at.
+_MOST = 1024
 
 
 def names_devices(config: Mapping[str, str]) -> bool:
@@ -46,17 +49,57 @@ def names_devices(config: Mapping[str, str]) -> bool:
     return value != "all" and not value.startswith("^")
 
 
-def at_control_socket(address: WorkerAddress, host: str, config: Mapping[str, str]) -> WorkerAddress:
-    """Returns a worker's address with only the TCP device that has our end of a control socket to another machine.
+def at_control_socket(address: WorkerAddress, ends: Ends, config: Mapping[str, str]) -> WorkerAddress:
+    """Returns a worker's address with only the TCP device that leads to the peer of a control socket.
 
     Args:
-        host: the IP address of our end.
         config: the worker's options. If they name devices, all of these stay.
     """
-    ip, _, device = host.removeprefix("::ffff:").partition("%")
     if not address.tcp_addresses or names_devices(config):
         return address
-    return _with_tcp_at(address, frozenset({ip} if ip in address._tcp_hosts else _beside(ip, device)))
+    return _with_tcp_at(address, _towards_peer(address, ends))
+
+
+def came_later(address: WorkerAddress, ends: Ends, before: Collection[str]) -> bool:
+    """True if another worker may have a TCP device that leads to the peer of a control socket, and this one has none.
+
+    Args:
+        before: the active addresses before the worker's context was opened.
+    """
+    ip = _split(ends[0])[0]
+    return bool(address.tcp_addresses) and ip not in before and not _towards_peer(address, ends)
+
+
+def is_outdated(address: WorkerAddress, ends: Ends | None, before: Collection[str]) -> bool:
+    """True if another worker needs another context: as :func:`came_later`, or because one of its devices has gone.
+
+    In a context with a device that has gone, UCX opens no worker.
+    """
+    return not active_addresses().issuperset(address._tcp_hosts) or (
+        ends is not None and came_later(address, ends, before)
+    )
+
+
+def _towards_peer(address: WorkerAddress, ends: Ends) -> frozenset[str]:
+    """The IP addresses of a worker's TCP device that leads to the peer; none if UCX has no such device.
+
+    That is the device which has our end of the control socket. If UCX has none there, or only loopback, it is the one
+    by which packets to the peer leave: our end may be a virtual address, at the loopback device or at a bridge.
+    """
+    ours, peer = map(_split, ends)
+    if ours[0] in address._tcp_hosts:
+        return frozenset([ours[0]])
+    return _usable(address, _beside(*ours)) or _usable(address, _leading_to(*peer))
+
+
+def _usable(address: WorkerAddress, hosts: Collection[str]) -> frozenset[str]:
+    return frozenset(host for host in hosts if host in address._tcp_hosts and not is_loopback(host))
+
+
+def _split(host: str) -> tuple[str, str]:
+    """An IP address, and the name of its device if it is a link-local one with that."""
+    ip, _, device = host.removeprefix("::ffff:").partition("%")
+    return ip, device
 
 
 def without_own(address: WorkerAddress, ours: WorkerAddress) -> WorkerAddress:
@@ -128,8 +171,28 @@ def _beside(ip: str, device: str) -> list[str]:
     Args:
         device: its name, for a link-local address; otherwise "".
     """
+    interface = lib.tu_interface_with(_native_address(ip, device))
+    return _addresses(interface) if interface else []
+
+
+def _leading_to(ip: str, device: str) -> list[str]:
+    """The addresses of the network device by which packets to an address leave."""
+    interface = lib.tu_interface_to(_native_address(ip, device))
+    return _addresses(interface) if interface else []
+
+
+def active_addresses() -> frozenset[str]:
+    """Returns the addresses of this host's network devices that are up and have a carrier: UCX uses no others."""
+    return frozenset(_addresses(0))
+
+
+def _native_address(ip: str, device: str) -> Any:
     scope = socket.if_nametoindex(device) if device else 0
-    wanted = ffi.new("tu_address_t *", (int(family_of(ip)), ip.encode(), 0, scope))
+    return ffi.new("tu_address_t *", (int(family_of(ip)), ip.encode(), 0, scope))
+
+
+def _addresses(interface: int) -> list[str]:
+    """The addresses of the network device with this index; 0: of all that are active."""
     found = ffi.new("tu_address_t[]", _MOST)
-    count = lib.tu_interface_addresses(wanted, found, _MOST)
+    count = lib.tu_interface_addresses(interface, found, _MOST)
     return [ffi.string(found[number].ip).decode() for number in range(min(count, _MOST))]
