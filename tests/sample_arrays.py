@@ -18,7 +18,7 @@ STRUCTURED = np.dtype(
 )
 DTYPES: list[Any] = [
     *("b1", "i1", "u1", "<i2", ">i2", "<u2", "<i4", ">f4", "<f2", "<f8", ">c8", "<c16", "S5", "<U3", ">U3", "V7"),
-    *("<M8[ns]", ">M8[D]", "<m8[25us]", "<M8", np.longdouble, STRUCTURED, [("name", "<f4"), ("", "u1")]),
+    *("<M8[ns]", ">M8[D]", "<m8[25us]", "<M8", STRUCTURED, [("name", "<f4"), ("", "u1")]),
     [(("a title", "field"), "<i4")],
 ]
 #: Short messages arrive packed, others by UCX, the longest as a rendezvous.

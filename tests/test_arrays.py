@@ -228,6 +228,31 @@ async def test_dlpack(code: int, bits: int, dtype: str, count: int) -> None:
             await here.send_array(described(memory, code=code, bits=bits, shape=(2, 2), strides=(4, 1)))
 
 
+@pytest.mark.skipif(np.dtype("g").itemsize == 8, reason="a long double is a double here")
+async def test_long_doubles_are_refused_by_both_sides() -> None:
+    """numpy has one name for those of x86-64 and of ARM64. An older release sends them."""
+    real, pair = np.dtype("g"), np.dtype("G")
+    nested = np.dtype([("a", "<i4"), ("b", [("c", "<f8"), ("d", real, (2, 3))])])
+    memory = (ctypes.c_char * 32)()
+    async with two_ends() as (here, there):
+        for dtype in (real, real.newbyteorder(), pair, nested, np.dtype((real, 2))):
+            array = np.zeros(3, dtype)
+            for send in (here.send_array, lambda array: here.send_arrays({"a": np.zeros(1), "b": array})):
+                with pytest.raises(ValueError, match="complex128" if dtype == pair else "float64") as caught:
+                    await send(array)  # type: ignore[operator]
+                assert type(caught.value) is ValueError  # rpc tells clients the name
+        with pytest.raises(ValueError, match="float64"):
+            await here.send_array(described(memory, code=2, bits=128, shape=(2,)))
+        with pytest.raises(ValueError, match="float64"):
+            await here.receive_array(out=np.zeros(2, real))
+        for written in (real.str, '[["a",[["b","<f16"]]]]'):
+            await here.send(with_header([None, [written, [2], "C"]], bytes(32)))
+            await expect_refused(there, "differ between kinds of machines")
+            assert len(await there.receive()) > 32
+        await here.send_array(np.zeros(3, real).view(f"V{real.itemsize}"))
+        assert (await there.receive_array()).view(real).shape == (3,)
+
+
 async def test_elements_that_numpy_does_not_have() -> None:
     memory = (ctypes.c_char * 8)()
     async with two_ends() as (here, there):

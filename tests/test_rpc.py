@@ -26,6 +26,7 @@ from trio.testing import assert_checkpoints
 import trio_ucx
 from trio_ucx import rpc
 from trio_ucx.rpc import _messages as wire
+from trio_ucx.rpc._connections import ClientConnection
 
 PROGRAM = Path(__file__).parent / "rpc_service.py"
 DEADLINE = 30
@@ -745,6 +746,66 @@ async def test_errors_of_a_block_are_not_grouped() -> None:
     with pytest.raises(TypeError, match="retry"):
         async with rpc.connect("127.0.0.1:1", retry=3):  # type: ignore[typeddict-item]
             pass
+
+
+@pytest.mark.parametrize("how", ["generator", "by hand"])
+async def test_a_block_that_is_dropped_is_left(how: str) -> None:
+    """Trio leaves it in another task; the program goes on."""
+
+    async def clients(address: tuple[str, int]) -> AsyncIterator[rpc.Client]:
+        async with rpc.connect(address) as client:
+            yield client
+
+    async with serving(Store()) as server:
+        if how == "generator":
+            generator = clients(server.address)
+            client = await anext(generator)
+            assert await client.call("add", a=1) == 11
+            with pytest.warns(ResourceWarning, match="clients"):
+                del generator
+        else:
+            block = rpc.connect(server.address)
+            client = await block.__aenter__()
+            assert await client.call("add", a=1) == 11
+            trios = pytest.warns(ResourceWarning, match="Async generator")
+            with trios, pytest.warns(ResourceWarning, match=r"a block of trio_ucx.rpc.connect\(\) was dropped"):
+                del block
+        await until(lambda: not server.connections)
+        with pytest.raises(trio.ClosedResourceError, match="closed"):
+            await client.call("add", a=1)
+        async with rpc.connect(server.address) as another:
+            assert await another.call("add", a=1) == 11
+
+
+async def test_an_internal_error_ends_the_client(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(self: ClientConnection) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ClientConnection, "wait_unused", fail)
+    async with serving(Store()) as server:
+        with pytest.raises(trio.ClosedResourceError, match="closed"):
+            async with rpc.connect(server.address) as client:
+                while True:
+                    await client.call("add", a=1)
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.getMessage() == "an internal error of trio_ucx.rpc ended a client" and record.exc_info is not None
+
+
+def test_a_run_ends_with_a_block_that_was_not_left(caplog: pytest.LogCaptureFixture) -> None:
+    kept = []
+
+    async def program() -> None:
+        async with serving(Store()) as server:
+            kept.append(rpc.connect(server.address))
+            kept.append(await kept[0].__aenter__())
+            assert await kept[1].call("add", a=1) == 11
+
+    trio.run(program)
+    assert not [record for record in caplog.records if "asyncgen" in record.message or record.name.startswith("trio.")]
+    with pytest.warns(ResourceWarning, match="dropped"):
+        kept.clear()
 
 
 # ---- draining ----

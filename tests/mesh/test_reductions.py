@@ -174,6 +174,8 @@ async def test_wrong_arguments(tmp_path: Path) -> None:
         (TypeError, "masked", {"out": np.ma.masked_array(array)}),
         (TypeError, "Python objects", {"array": np.array([{}])}),
         (TypeError, "Python objects", {"array": None}),
+        (ValueError, "as float64, or as bytes", {"array": np.zeros(4, np.longdouble)}),
+        (ValueError, "as complex128, or as bytes", {"array": np.zeros(4, [("a", np.clongdouble)]), "op": np.add}),
         (ValueError, "'sum', 'min', 'max', 'prod' or a function of two arrays, not 'mean'", {"op": "mean"}),
         (TypeError, "op must be a str or a function of two arrays, not NoneType", {"op": None}),
         (TypeError, ".", {"array": np.array(["text"]), "op": "prod"}),

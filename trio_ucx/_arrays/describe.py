@@ -85,7 +85,7 @@ def describe(array: Any, purpose: str) -> Described:
 
 
 def _of_numpy(numpy: Any, array: Any) -> Described:
-    kind = ArrayKind(_name(array.dtype), array.shape)
+    kind = ArrayKind(dtype_name(array.dtype), array.shape)
     if array.flags.c_contiguous:
         flat = array
     elif array.flags.f_contiguous:
@@ -99,7 +99,7 @@ def _of_numpy(numpy: Any, array: Any) -> Described:
 
 
 @lru_cache(maxsize=256)
-def _name(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
     """Returns what the header calls a dtype of numpy's."""
     import numpy
 

@@ -40,6 +40,9 @@ _MOST_EMPTY = 2**31
 _PLAIN = re.compile(
     r"[<>|](?P<kind>[biufcSUV]|[mM])(?P<size>\d{1,9})(\[([1-9]\d{0,8})?[A-Za-z]{1,7}(/[1-9]\d{0,8})?\])?"
 )
+#: The largest floating point numbers, alone and in pairs. Longer ones, C's long double, have one name in numpy, but
+#: 80 bits on x86-64 and 128 on ARM64.
+_LARGEST = {"f": 8, "c": 16}
 #: The size in bytes of elements that numpy does not have (names as of ml_dtypes).
 OTHERS = {
     "bfloat16": 2,
@@ -121,13 +124,20 @@ def item_size(dtype: str) -> int:
         return OTHERS[dtype]
     if len(dtype) > _LONGEST_DTYPE:
         raise BadHeader(f"a dtype of {len(dtype)} characters")
+    return int(numpy_dtype(dtype).itemsize) if dtype.startswith("[") else _plain_size(dtype)
+
+
+def _plain_size(dtype: str) -> int:
     plain = _PLAIN.fullmatch(dtype)
-    if plain is not None:
-        size = int(plain["size"])
-        return 4 * size if plain["kind"] == "U" else size
-    if not dtype.startswith("["):
+    if plain is None:
         raise BadHeader(f"no dtype that can be received: {dtype[:100]!r}")
-    return int(numpy_dtype(dtype).itemsize)
+    kind, size = plain["kind"], int(plain["size"])
+    if size > _LARGEST.get(kind, size):
+        raise BadHeader(
+            f"numbers of the dtype {dtype!r} differ between kinds of machines: send them as "
+            f"{'float64' if kind == 'f' else 'complex128'}, or as bytes"
+        )
+    return 4 * size if kind == "U" else size
 
 
 def numpy_dtype(dtype: str) -> Any:
@@ -157,6 +167,8 @@ def _numpy_dtype(dtype: str) -> Any:
     try:
         described: Any = _tuples(json.loads(dtype)) if dtype.startswith("[") else dtype
         found = numpy.lib.format.descr_to_dtype(described)
+    except BadHeader:
+        raise
     except Exception as error:  # numpy raises many kinds
         raise BadHeader(f"no dtype: {dtype[:100]!r}") from error
     if found.hasobject:
@@ -175,8 +187,8 @@ def _tuples(fields: Any) -> Any:
         Exception: it has other elements than :func:`item_size` knows.
     """
     for _, kind, *_ in fields:
-        if not isinstance(kind, list) and not _PLAIN.fullmatch(kind):
-            raise BadHeader(f"no dtype: {kind[:100]!r}")
+        if not isinstance(kind, list):
+            _plain_size(kind)
     return [
         (
             tuple(name) if isinstance(name, list) else name,

@@ -10,6 +10,8 @@ from typing import ParamSpec, TypeVar
 
 from trio.lowlevel import enable_ki_protection
 
+from .handles import warn_resource
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -26,7 +28,7 @@ def protected_asynccontextmanager(
 
     @wraps(function)
     def open(*args: P.args, **kwargs: P.kwargs) -> AbstractAsyncContextManager[T]:
-        return _ProtectedAsync(make(*args, **kwargs))
+        return _ProtectedAsync(make(*args, **kwargs), open)
 
     return open
 
@@ -43,23 +45,33 @@ def protected_contextmanager(function: Callable[P, Iterator[T]]) -> Callable[P, 
 
 
 class _ProtectedAsync(AbstractAsyncContextManager[T]):
-    def __init__(self, manager: AbstractAsyncContextManager[T]) -> None:
+    def __init__(self, manager: AbstractAsyncContextManager[T], function: Callable[..., object]) -> None:
         self._manager = manager
+        self._function = function
+        self._inside = False
 
     @enable_ki_protection
     async def __aenter__(self) -> T:
-        return await self._manager.__aenter__()
+        value = await self._manager.__aenter__()
+        self._inside = True
+        return value
 
     @enable_ki_protection
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
+        self._inside = False
         try:
             return await self._manager.__aexit__(exc_type, exc, traceback)
         finally:
             # Frees the generator here, where Ctrl-C is deferred. Freed later, it would make Trio's WeakSet of
             # generators run a callback, and a KeyboardInterrupt that is raised in that is lost.
             del self._manager
+
+    def __del__(self) -> None:
+        if self._inside:
+            name = f"{self._function.__module__}.{self._function.__qualname__}"
+            warn_resource(f"a block of {name}() was dropped before its end: use it with `async with`, in one task")
 
 
 class _Protected(AbstractContextManager[T]):

@@ -13,6 +13,7 @@ from .. import ConnectionOptions, open_ucx_listeners
 from .._opening.authkey import check_authkey
 from .._opening.options import check_worker
 from .._util.arguments import check_in_trio, check_timeout
+from .._util.background import BackgroundNursery
 from .._util.contained import report
 from .._util.hidden import HiddenDict, hide_authkey
 from .._util.interrupts import protected_asynccontextmanager
@@ -122,36 +123,19 @@ async def join(
 
 @asynccontextmanager
 async def _services(members: Members, worker: Worker | None, options: dict[str, Any]) -> AsyncIterator[Links]:
-    """The tasks of a group, in a nursery that the block is not inside: its exceptions stay what they are.
+    """The tasks of a group."""
 
-    The nursery belongs to a system task, where KeyboardInterrupt would end the run: all its tasks are protected.
-    """
-    started, ended = trio.Event(), trio.Event()
-    links: Links
+    def failed(error: Exception) -> None:
+        report("trio_ucx.mesh failed", error)
+        members.lose(members.rank, f"an internal error: {error!r}")
+        links.end()
 
-    async def serve() -> None:
-        nonlocal links
-        try:
-            async with trio.open_nursery() as nursery:
-                links = Links(members, nursery, worker, options)
-                started.set()
-                await trio.sleep_forever()
-        except Exception as error:
-            report("trio_ucx.mesh failed", error)
-            members.lose(members.rank, f"an internal error: {error!r}")
-        finally:
-            links.end()
-            ended.set()
-
-    trio.lowlevel.spawn_system_task(serve, name="trio_ucx.mesh")
-    with trio.CancelScope(shield=True):
-        await started.wait()  # it begins at once
     try:
-        yield links
+        async with BackgroundNursery("trio_ucx.mesh", failed) as nursery:
+            links = Links(members, nursery, worker, options)
+            yield links
     finally:
-        links.nursery.cancel_scope.cancel()
-        with trio.CancelScope(shield=True):
-            await ended.wait()
+        links.end()
 
 
 @asynccontextmanager

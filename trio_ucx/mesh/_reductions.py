@@ -65,11 +65,16 @@ class Reduction:
         """
         import numpy
 
+        from .._arrays.describe import dtype_name
+        from .._arrays.header import item_size
+
         if isinstance(array, numpy.ma.MaskedArray) or isinstance(out, numpy.ma.MaskedArray):
             raise TypeError("masked arrays cannot be reduced: fill the masked elements first")
         array = numpy.asarray(array)
         if array.dtype.hasobject:
             raise TypeError(f"an array of {array.dtype} cannot be reduced: it has Python objects")
+        if array.dtype.kind in "fc" or array.dtype.names is not None:
+            item_size(dtype_name(array.dtype))  # raises BadHeader if they differ between kinds of machines
         if out is None:
             out = numpy.empty(array.shape, array.dtype)
         elif not isinstance(out, numpy.ndarray):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Unpack
 
-import trio
-
 from .. import Backoff, Connection, ConnectOptions
 from .. import connect as connect_one
+from .._util.background import BackgroundNursery
+from .._util.contained import report
 from .._util.hidden import hide_authkey
 from .._util.interrupts import protected_asynccontextmanager
 from ..ucp import Worker
@@ -65,23 +65,25 @@ async def connect(
         return lambda: connect_one(address, worker=worker, **options).__aenter__()
 
     openers = [opener(address) for address in several]
-    raised: BaseException | None = None
-    async with trio.open_nursery() as nursery:
+
+    def failed(error: Exception) -> None:
+        report("an internal error of trio_ucx.rpc ended a client", error)
+        connections.closed = True
+
+    async with BackgroundNursery("trio_ucx.rpc", failed) as nursery:
         connections = ReopenedConnections(nursery, openers, retry)
+        given: Any = connections
+        client = Client(given, limit=limit, service=service, errors=errors, hook=hook)
+        problem: BaseException | None = None
         try:
-            given: Any = connections
-            client = Client(given, limit=limit, service=service, errors=errors, hook=hook)
             await connections.next()
-            try:
-                yield client
-            finally:
-                connections.closed = True
-            for used in list(connections.held):
-                await close(used.connection)
         except CallLost as error:
-            raised = error.__cause__ if connections.current is None and error.__cause__ is not None else error
-        except BaseException as error:  # raised outside the nursery, which would put it into a group
-            raised = error
-        nursery.cancel_scope.cancel()
-    if raised is not None:
-        raise raised
+            problem = error.__cause__ or error
+        if problem is not None:  # with its own cause, and without the CallLost
+            raise problem
+        try:
+            yield client
+        finally:
+            connections.closed = True
+        for used in list(connections.held):
+            await close(used.connection)

@@ -7,6 +7,7 @@ from functools import partial
 
 import attrs
 import trio
+from trio.lowlevel import enable_ki_protection
 
 from .. import Backoff, Channel, Connection, PeerState
 from .._opening.backoff import is_temporary
@@ -153,6 +154,7 @@ class ReopenedConnections:
         await trio.sleep(0 if tries == 1 else min(0.01 * 2 ** min(tries, 10), 1))
         return True
 
+    @enable_ki_protection
     async def _keep_open(self, opening: _Opening) -> None:
         """Opens a connection, and closes it when it has ended and no call uses it."""
         try:

@@ -344,7 +344,7 @@ class _GroupFailed(Exception):
 
 
 @protected_asynccontextmanager
-async def open_group(engine: Engine) -> AsyncIterator[RequestGroup]:
+async def open_request_group(engine: Engine) -> AsyncIterator[RequestGroup]:
     group: RequestGroup = RequestGroup._create(engine)
     failure: BaseExceptionGroup[BaseException] | None = None
     try:

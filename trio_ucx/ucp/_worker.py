@@ -37,7 +37,7 @@ from ._quirks.key_gate import parse_networks
 from ._quirks.network_devices import Ends, in_network, is_outdated
 from ._quirks.option_limits import OptionError
 from ._quirks.stopped_queue import WatchedQueue, check_queue, uses_queue
-from ._requests import RequestGroup, open_group
+from ._requests import RequestGroup, open_request_group
 from ._status import MessageTooLong, Status, UCXError
 from ._tag import (
     TagMessage,
@@ -615,7 +615,7 @@ class Worker(metaclass=OpenedNotConstructed):
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
         self._engine.check()
-        return open_group(self._engine)
+        return open_request_group(self._engine)
 
     @enable_ki_protection
     def new_chain(self, *, capacity: int = 1024, ordered: bool = False) -> RequestChain:
