@@ -306,6 +306,7 @@ def test_control_messages_of_perf(shape: str) -> None:
         perf_protocol._port: 1,
         perf_protocol._true: True,
         perf_protocol._flag: True,
+        perf_protocol._cores: 1.0,
         perf_protocol._packed: "00",
     }
     values: dict[Callable[[Any], Any], Any] = readers
