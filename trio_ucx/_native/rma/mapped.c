@@ -7,6 +7,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -34,6 +35,36 @@ bool tu_mapped_is_open(const tu_access_path_t *path)
     }
     token = __atomic_load_n((const uint64_t *)(const void *)path->local_token, __ATOMIC_ACQUIRE);
     return memcmp(&token, path->token, sizeof(token)) == 0;
+}
+
+/* ---- preparation ---- */
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22 /* Linux 5.14 */
+#endif
+#define SMALLEST_PAGE 4096
+
+/* Lets the kernel enter pages of a mapping in this process's page table, as many bytes as have been copied since the last
+ * time. The first access to a page would otherwise be a fault, which takes several times as long as copying the page.
+ * It begins at the end, because programs that read the whole memory begin at the beginning. It leaves out what is not in
+ * memory: the owner may never have used it. */
+void tu_mapped_prepare(const tu_access_path_t *path, uint64_t length)
+{
+    tu_preparation_t *preparation = path->preparation;
+    unsigned char pages[TU_COPIED_AT_ONCE / SMALLEST_PAGE];
+    uint64_t end, size;
+
+    if (preparation == NULL || (preparation->copied += length) < TU_COPIED_AT_ONCE || preparation->left == 0) {
+        return;
+    }
+    preparation->copied = 0;
+    end                 = preparation->left;
+    preparation->left   = (end - 1) / TU_COPIED_AT_ONCE * TU_COPIED_AT_ONCE;
+    size                = end - preparation->left;
+    memset(pages, 1, sizeof(pages));
+    if (mincore(path->local + preparation->left, size, pages) == 0 && memchr(pages, 0, sizeof(pages)) == NULL) {
+        (void)madvise(path->local + preparation->left, size, MADV_POPULATE_READ);
+    }
 }
 
 /* ---- copies ---- */

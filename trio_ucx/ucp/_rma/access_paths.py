@@ -65,6 +65,8 @@ class Key:
         self._id = core.engine.next_id()
         self._uses = 0
         self._closed = False
+        #: How far C has prepared the mapping, for as long as operations hold this key.
+        self.preparation: Any = None
         #: C's entry of memory of this process, which stays as long as this key.
         self._held: Any = None
         out = ffi.new("ucp_rkey_h *")
@@ -257,6 +259,7 @@ def find_access_path(core: EndpointCore, descriptor: MemoryDescriptor, key: Key 
     if mapping is not None:
         native.local = ffi.cast("char *", mapping.address)
         native.local_token = ffi.cast("char *", mapping.token)
+        key.preparation = native.preparation = ffi.new("tu_preparation_t *", {"left": descriptor.nbytes})
     if descriptor._token and descriptor._answers_messages and core.features & Feature.AM:
         native.messages = True
         native.part = PART_OVER_TCP if _has_only_tcp(core) else 0
