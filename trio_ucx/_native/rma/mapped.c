@@ -42,28 +42,31 @@ bool tu_mapped_is_open(const tu_access_path_t *path)
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22 /* Linux 5.14 */
 #endif
+#define PREPARED_AT_ONCE (TU_COPIED_AT_ONCE / 2)
 #define SMALLEST_PAGE 4096
 
-/* Lets the kernel enter pages of a mapping in this process's page table, as many bytes as have been copied since the last
- * time. The first access to a page would otherwise be a fault, which takes several times as long as copying the page.
- * It begins at the end, because programs that read the whole memory begin at the beginning. It leaves out what is not in
- * memory: the owner may never have used it. */
+/* Enters pages of a mapping in this process's page table: PREPARED_AT_ONCE after each TU_COPIED_AT_ONCE that were copied.
+ * Otherwise the first access to a page is a fault, which takes several times as long as copying the page.
+ *
+ * It begins at the end, because programs that read all of the memory begin at its beginning. It leaves out what is not in
+ * the machine's memory, as what the owner has never used. */
 void tu_mapped_prepare(const tu_access_path_t *path, uint64_t length)
 {
     tu_preparation_t *preparation = path->preparation;
-    unsigned char pages[TU_COPIED_AT_ONCE / SMALLEST_PAGE];
-    uint64_t end, size;
+    unsigned char in_memory[PREPARED_AT_ONCE / SMALLEST_PAGE];
+    uint64_t size;
+    char *begin;
 
-    if (preparation == NULL || (preparation->copied += length) < TU_COPIED_AT_ONCE || preparation->left == 0) {
+    if (preparation == NULL || preparation->left == 0 || (preparation->copied += length) < TU_COPIED_AT_ONCE) {
         return;
     }
     preparation->copied = 0;
-    end                 = preparation->left;
-    preparation->left   = (end - 1) / TU_COPIED_AT_ONCE * TU_COPIED_AT_ONCE;
-    size                = end - preparation->left;
-    memset(pages, 1, sizeof(pages));
-    if (mincore(path->local + preparation->left, size, pages) == 0 && memchr(pages, 0, sizeof(pages)) == NULL) {
-        (void)madvise(path->local + preparation->left, size, MADV_POPULATE_READ);
+    size                = (preparation->left - 1) % PREPARED_AT_ONCE + 1;
+    preparation->left -= size;
+    begin = path->local + preparation->left;
+    memset(in_memory, 1, sizeof(in_memory));
+    if (mincore(begin, size, in_memory) == 0 && memchr(in_memory, 0, sizeof(in_memory)) == NULL) {
+        (void)madvise(begin, size, MADV_POPULATE_READ);
     }
 }
 
@@ -127,9 +130,9 @@ void tu_mapped_copy(bool put, char *buffer, char *local, uint64_t length)
         COPY_INTEGER(uint32_t);
         COPY_INTEGER(uint64_t);
     }
-    __atomic_thread_fence(put ? __ATOMIC_RELEASE : __ATOMIC_ACQUIRE);
+    __atomic_thread_fence(__ATOMIC_ACQ_REL);
     copy(put ? local : buffer, put ? buffer : local, length);
-    __atomic_thread_fence(put ? __ATOMIC_RELEASE : __ATOMIC_ACQUIRE);
+    __atomic_thread_fence(__ATOMIC_ACQ_REL);
 }
 
 /* ---- atomics ---- */

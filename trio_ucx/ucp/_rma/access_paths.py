@@ -112,7 +112,7 @@ class Key:
         """Returns where this process has mapped the memory; None if it has not.
 
         Raises:
-            ValueError: the descriptor claims more memory than there is.
+            ValueError: the descriptor claims more memory than there is, or contradicts itself.
             UCXError: NO_ELEM: its owner has closed it.
         """
         pointer = ffi.new("uint64_t *")
@@ -124,6 +124,8 @@ class Key:
         end = _end_of_shared_mapping(start)
         if not end:
             return None
+        if (start - descriptor.address) % 8:  # else atomics would be carried out on integers that are not aligned
+            raise ValueError("this memory descriptor contradicts itself: its key is of memory at another address")
         if descriptor._has_token_behind():
             token = start + descriptor._token_address - descriptor.address
             is_there = token + lib.TU_TOKEN_SIZE <= end and self._hold(descriptor)
