@@ -65,8 +65,8 @@ class Key:
         self._id = core.engine.next_id()
         self._uses = 0
         self._closed = False
-        #: How far C has prepared the mapping, for as long as operations hold this key.
-        self.preparation: Any = None
+        #: C's note of how far it has prepared the mapping. It stays as long as this key.
+        self.preparation: Any = ffi.new("tu_preparation_t *")
         #: C's entry of memory of this process, which stays as long as this key.
         self._held: Any = None
         out = ffi.new("ucp_rkey_h *")
@@ -258,10 +258,11 @@ def find_access_path(core: EndpointCore, descriptor: MemoryDescriptor, key: Key 
     native = ffi.new("tu_access_path_t *", {"length": descriptor.nbytes})
     mapping = None if key is None else key.mapped(descriptor)
     ffi.memmove(native.token, descriptor._token, len(descriptor._token))
-    if mapping is not None:
+    if key is not None and mapping is not None:
         native.local = ffi.cast("char *", mapping.address)
         native.local_token = ffi.cast("char *", mapping.token)
-        key.preparation = native.preparation = ffi.new("tu_preparation_t *", {"left": descriptor.nbytes})
+        native.preparation = key.preparation
+        native.preparation.left = descriptor.nbytes
     if descriptor._token and descriptor._answers_messages and core.features & Feature.AM:
         native.messages = True
         native.part = PART_OVER_TCP if _has_only_tcp(core) else 0
