@@ -79,7 +79,7 @@ async def test_pages_are_mapped_ahead() -> None:
     async with open_owner("tcp,sm,self", "connection", size) as (_, _, remote):
         await remote.get_into(block)
         assert mapped_pages(remote) < size // 2
-        for _ in range(2 * size // len(block) + 16):
+        for _ in range(size // len(block) + 16):
             await remote.get_into(block)
         assert mapped_pages(remote) >= size
 
@@ -89,7 +89,7 @@ async def test_memory_that_the_owner_has_not_used_stays_unused() -> None:
     async with open_endpoint_and_context("tcp,sm,self", "worker") as (endpoint, context):
         with context.allocate(size) as memory, endpoint.attach(memory.descriptor) as remote:
             memory.memoryview[: len(block)] = bytes(len(block))
-            for _ in range(2 * size // len(block) + 16):
+            for _ in range(size // len(block) + 16):
                 await remote.get_into(block)
             assert mapped_pages(remote) < size // 2
 

@@ -42,18 +42,17 @@ bool tu_mapped_is_open(const tu_access_path_t *path)
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22 /* Linux 5.14 */
 #endif
-#define PREPARED_AT_ONCE (TU_COPIED_AT_ONCE / 2)
 #define SMALLEST_PAGE 4096
 
-/* Enters pages of a mapping in this process's page table: PREPARED_AT_ONCE after each TU_COPIED_AT_ONCE that were copied.
- * Otherwise the first access to a page is a fault, which takes several times as long as copying the page.
+/* Enters pages of a mapping in this process's page table: as many as were copied. Otherwise the first access to a page is
+ * a fault, which takes several times as long as copying the page; System V memory has one for each page.
  *
  * It begins at the end, because programs that read all of the memory begin at its beginning. It leaves out what is not in
  * the machine's memory, as what the owner has never used. */
 void tu_mapped_prepare(const tu_access_path_t *path, uint64_t length)
 {
     tu_preparation_t *preparation = path->preparation;
-    unsigned char in_memory[PREPARED_AT_ONCE / SMALLEST_PAGE];
+    unsigned char in_memory[TU_COPIED_AT_ONCE / SMALLEST_PAGE];
     uint64_t size;
     char *begin;
 
@@ -61,7 +60,7 @@ void tu_mapped_prepare(const tu_access_path_t *path, uint64_t length)
         return;
     }
     preparation->copied = 0;
-    size                = (preparation->left - 1) % PREPARED_AT_ONCE + 1;
+    size                = (preparation->left - 1) % TU_COPIED_AT_ONCE + 1;
     preparation->left -= size;
     begin = path->local + preparation->left;
     memset(in_memory, 1, sizeof(in_memory));
