@@ -2,9 +2,10 @@
 
 Two processes for each way: an owner with a pool of 1,024 blocks of 64 KiB, and a reader that fetches lists of random
 blocks. The ways alternate; the processes of the others are suspended meanwhile, because NIXL's are busy even when they
-wait. Prints medians in microseconds and, in brackets, the ratio to the first way. Each list is fetched once to check
-the bytes, and then several times; a chain is built once for each list, before that. With ``nixl-cu12`` from
-PyPI installed, NIXL's UCX backend is one of the ways: it is polled, as its users do.
+wait. Prints medians in microseconds and, in brackets, the ratio to the first way. At first every block is fetched
+once, in lists of the smallest size: the column "new". Later each list is fetched once to check the bytes, and then
+several times; a chain is built once for each list, before that. With ``nixl-cu12`` from PyPI installed, NIXL's UCX
+backend is one of the ways: it is polled, as its users do.
 """
 
 from __future__ import annotations
@@ -100,18 +101,28 @@ async def carry_out(fetch: Fetch, mine: bytearray) -> None:
             await trio.sleep(order["seconds"])
             say(cpu=(time.process_time() - used) / (time.perf_counter() - begin))
             continue
+        if order["do"] == "new":
+            say(times=[await timed(fetch, blocks, blocks) for blocks in shuffled_lists(order["count"])])
+            continue
         sources = random.Random(order["seed"]).sample(range(BLOCKS), order["count"])
         targets = random.Random(order["seed"] + 1).sample(range(BLOCKS), order["count"])
         await fetch(sources, targets)
         for source, target in zip(sources, targets, strict=True):
             assert mine[target * BLOCK : (target + 1) * BLOCK] == content[source * BLOCK : (source + 1) * BLOCK]
-        times = []
-        for _ in range(order["lists"]):
-            begin = time.perf_counter()
-            await fetch(sources, targets)
-            times.append((time.perf_counter() - begin) * 1e6)
-        say(times=times)
+        say(times=[await timed(fetch, sources, targets) for _ in range(order["lists"])])
     say(ended=True)
+
+
+def shuffled_lists(count: int) -> list[list[int]]:
+    """All blocks, in lists of so many."""
+    blocks = random.Random(1).sample(range(BLOCKS), BLOCKS)
+    return [blocks[begin : begin + count] for begin in range(0, BLOCKS, count)]
+
+
+async def timed(fetch: Fetch, sources: list[int], targets: list[int]) -> float:
+    begin = time.perf_counter()
+    await fetch(sources, targets)
+    return (time.perf_counter() - begin) * 1e6
 
 
 def nixl_agent(name: str) -> Any:
@@ -211,6 +222,11 @@ def compare(transports: str, ways: list[str], rounds: int, hogs: int) -> None:
             hog = subprocess.Popen([sys.executable, "-c", "while True: pass"])
             stack.callback(hog.wait)
             stack.callback(hog.kill)
+        new = {}
+        for way, pair in pairs.items():
+            pair.send_signal(signal.SIGCONT)
+            new[way] = statistics.median(pair.ask({"do": "new", "count": COUNTS[0]})["times"])
+            pair.send_signal(signal.SIGSTOP)
         for number in range(rounds):
             for count in COUNTS:
                 for pair in list(pairs.values())[:: 1 if number % 2 else -1]:
@@ -219,6 +235,7 @@ def compare(transports: str, ways: list[str], rounds: int, hogs: int) -> None:
                     pair.times[count] += pair.ask(order)["times"]
                     pair.send_signal(signal.SIGSTOP)
         print(f"{transports}, {hogs} busy processes: microseconds, and how many times those of the first way")
+        print(f"  {'blocks':24}{f'{COUNTS[0]} new':>17}{''.join(f'{count:17}' for count in COUNTS)}")
         for way, pair in pairs.items():
             medians = {count: statistics.median(pair.times[count]) for count in COUNTS}
             first = {count: statistics.median(pairs[ways[0]].times[count]) for count in COUNTS}
@@ -226,7 +243,8 @@ def compare(transports: str, ways: list[str], rounds: int, hogs: int) -> None:
             pair.send_signal(signal.SIGCONT)
             idle = pair.ask({"do": "idle", "seconds": 1})["cpu"]
             pair.ask({"do": "end"})
-            print(f"  {way:24}{cells}   waiting: {idle:6.1%} CPU", flush=True)
+            at_first = f"{new[way]:9.0f} ({new[way] / new[ways[0]]:5.2f})"
+            print(f"  {way:24}{at_first}{cells}   waiting: {idle:6.1%} CPU", flush=True)
 
 
 def main() -> None:

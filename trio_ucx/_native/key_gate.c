@@ -535,8 +535,8 @@ static void forget(int fd)
         tu_list_remove(&old->link);
         pthread_mutex_unlock(&mutex);
     } else if (old->kind == LISTENS) {
-        old->gate->ports[old->port].fd = -1;
-        if (old->gate->ready) {
+        __atomic_store_n(&old->gate->ports[old->port].fd, -1, __ATOMIC_RELAXED);
+        if (__atomic_load_n(&old->gate->ready, __ATOMIC_RELAXED)) {
             __atomic_store_n(&old->gate->lost, true, __ATOMIC_RELAXED);
         }
     }
@@ -972,7 +972,7 @@ tu_gate_t *tu_gate_create(const tu_port_range_t *range)
 /* UCX's worker was created: what it listens on is known. Returns true if no port was free. */
 bool tu_gate_ready(tu_gate_t *gate)
 {
-    gate->ready = true;
+    __atomic_store_n(&gate->ready, true, __ATOMIC_RELAXED);
     return gate->used_up;
 }
 
@@ -1035,7 +1035,7 @@ bool tu_gate_port(tu_worker_t *worker, unsigned number, tu_address_t *out)
         return false;
     }
     *out = gate->ports[number].address;
-    if (gate->ports[number].fd < 0) {
+    if (__atomic_load_n(&gate->ports[number].fd, __ATOMIC_RELAXED) < 0) {
         out->port = 0;
     }
     return true;

@@ -3,22 +3,19 @@
 
 #include "chain/chain.h"
 
-#define POLYNOMIAL 0x82f63b78u /* bit-reversed */
+/* The checksum of a byte is the sum (exclusive or) of those of its bits. */
+#define ENTRY(byte)                                                                                                \
+    (((byte) & 1 ? 0xf26b8303u : 0) ^ ((byte) & 2 ? 0xe13b70f7u : 0) ^ ((byte) & 4 ? 0xc79a971fu : 0) ^            \
+     ((byte) & 8 ? 0x8ad958cfu : 0) ^ ((byte) & 16 ? 0x105ec76fu : 0) ^ ((byte) & 32 ? 0x20bd8edeu : 0) ^          \
+     ((byte) & 64 ? 0x417b1dbcu : 0) ^ ((byte) & 128 ? 0x82f63b78u : 0))
+#define ENTRIES_4(byte) ENTRY(byte), ENTRY((byte) + 1), ENTRY((byte) + 2), ENTRY((byte) + 3)
+#define ENTRIES_16(byte) ENTRIES_4(byte), ENTRIES_4((byte) + 4), ENTRIES_4((byte) + 8), ENTRIES_4((byte) + 12)
+#define ENTRIES_64(byte) ENTRIES_16(byte), ENTRIES_16((byte) + 16), ENTRIES_16((byte) + 32), ENTRIES_16((byte) + 48)
 
 static uint32_t bytewise(uint32_t crc, const unsigned char *data, size_t length)
 {
-    static uint32_t table[256];
-    uint32_t entry;
-    int byte, bit;
+    static const uint32_t table[] = {ENTRIES_64(0), ENTRIES_64(64), ENTRIES_64(128), ENTRIES_64(192)};
 
-    if (table[1] == 0) { /* other threads that fill it in at the same time write the same */
-        for (byte = 255; byte > 0; byte--) {
-            for (entry = (uint32_t)byte, bit = 0; bit < 8; bit++) {
-                entry = entry & 1 ? entry >> 1 ^ POLYNOMIAL : entry >> 1;
-            }
-            __atomic_store_n(&table[byte], entry, __ATOMIC_RELEASE);
-        }
-    }
     while (length-- > 0) {
         crc = crc >> 8 ^ table[(crc ^ *data++) & 0xff];
     }

@@ -29,10 +29,17 @@ int64_t tu_get(tu_endpoint_t *endpoint, void *address, size_t length, int memory
 #define TU_ATOMIC_OR 4
 #define TU_ATOMIC_XOR 5
 
+/* How far a mapping of remote memory has been prepared: mapped.c. */
+typedef struct tu_preparation {
+    uint64_t copied;           /* bytes, since it last went on */
+    uint64_t left;             /* bytes, from the beginning of the memory */
+} tu_preparation_t;
+
 /* How to reach remote memory. */
 typedef struct tu_access_path {
     char *local;               /* its address in this process; NULL: it is not mapped */
     const char *local_token;   /* the token in this mapping; NULL: not mapped, or without one */
+    tu_preparation_t *preparation; /* of the mapping; NULL: there is none */
     bool messages;             /* whether messages to its owner, with the token, reach it */
     char token[16];
     uint64_t length;

@@ -27,6 +27,9 @@ ucs_status_t tu_copies_step(const tu_access_path_t *path, bool put, const tu_ran
     if (path->local == NULL && !tu_direct_read(path, pieces, taken)) {
         return UCS_ERR_UNREACHABLE;
     }
+    if (path->local != NULL) {
+        tu_mapped_prepare(path, next.total - cursor->total);
+    }
     *cursor = next;
     return UCS_OK;
 }

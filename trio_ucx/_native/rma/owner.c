@@ -378,7 +378,7 @@ static ucs_status_t put(service_t *service, const tu_remote_request_t *request, 
     }
     to = service->served->address + tu_le64_to(request->offset);
     if (!rendezvous) {
-        tu_mapped_store(to, data, length);
+        tu_mapped_copy(true, data, to, length);
         answer(service, UCS_OK, NULL, 0, UCP_AM_SEND_FLAG_EAGER);
         return UCS_OK;
     }
@@ -482,7 +482,8 @@ static ucs_status_t do_list(service_t *service, const tu_remote_request_t *reque
         return describe(service, ranges, *count);
     }
     for (i = 0; i < *count; i++) {
-        tu_mapped_store(service->served->address + tu_le64_to(ranges[i].offset), data, tu_le64_to(ranges[i].length));
+        tu_mapped_copy(true, (char *)data, service->served->address + tu_le64_to(ranges[i].offset),
+                       tu_le64_to(ranges[i].length));
         data += tu_le64_to(ranges[i].length);
     }
     return UCS_OK;

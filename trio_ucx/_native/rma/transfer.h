@@ -205,8 +205,8 @@ void tu_order_dispose(tu_transfer_t *transfer);
 
 /* mapped.c */
 bool tu_mapped_is_open(const tu_access_path_t *path);
+void tu_mapped_prepare(const tu_access_path_t *path, uint64_t length);
 void tu_mapped_copy(bool put, char *buffer, char *local, uint64_t length);
-void tu_mapped_store(char *to, const void *data, uint64_t length);
 uint64_t tu_mapped_atomic(const tu_atomic_terms_t *atomic, char *at, uint64_t length);
 
 /* direct.c */

@@ -65,6 +65,8 @@ class Key:
         self._id = core.engine.next_id()
         self._uses = 0
         self._closed = False
+        #: C's note of how far it has prepared the mapping. It stays as long as this key.
+        self.preparation: Any = ffi.new("tu_preparation_t *")
         #: C's entry of memory of this process, which stays as long as this key.
         self._held: Any = None
         out = ffi.new("ucp_rkey_h *")
@@ -110,7 +112,7 @@ class Key:
         """Returns where this process has mapped the memory; None if it has not.
 
         Raises:
-            ValueError: the descriptor claims more memory than there is.
+            ValueError: the descriptor claims more memory than there is, or contradicts itself.
             UCXError: NO_ELEM: its owner has closed it.
         """
         pointer = ffi.new("uint64_t *")
@@ -122,6 +124,8 @@ class Key:
         end = _end_of_shared_mapping(start)
         if not end:
             return None
+        if (start - descriptor.address) % 8:  # else atomics would be carried out on integers that are not aligned
+            raise ValueError("this memory descriptor contradicts itself: its key is of memory at another address")
         if descriptor._has_token_behind():
             token = start + descriptor._token_address - descriptor.address
             is_there = token + lib.TU_TOKEN_SIZE <= end and self._hold(descriptor)
@@ -254,9 +258,11 @@ def find_access_path(core: EndpointCore, descriptor: MemoryDescriptor, key: Key 
     native = ffi.new("tu_access_path_t *", {"length": descriptor.nbytes})
     mapping = None if key is None else key.mapped(descriptor)
     ffi.memmove(native.token, descriptor._token, len(descriptor._token))
-    if mapping is not None:
+    if key is not None and mapping is not None:
         native.local = ffi.cast("char *", mapping.address)
         native.local_token = ffi.cast("char *", mapping.token)
+        native.preparation = key.preparation
+        native.preparation.left = descriptor.nbytes
     if descriptor._token and descriptor._answers_messages and core.features & Feature.AM:
         native.messages = True
         native.part = PART_OVER_TCP if _has_only_tcp(core) else 0

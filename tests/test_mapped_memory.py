@@ -1,0 +1,112 @@
+"""Memory that this process has mapped: how it is copied, and its pages."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+from remote import for_ucx, open_endpoint_and_context, open_owner
+
+from trio_ucx.ucp._rma.remote_memory import RemoteMemory
+
+SIZE = 2**21
+#: From one step of a copy to the next.
+STEP = 2**20
+LENGTHS = [
+    *range(1, 200, 7),
+    2,
+    4,
+    8,
+    1000,
+    2047,
+    2048,
+    2049,
+    2111,
+    2112,
+    4096,
+    65535,
+    65536,
+    STEP - 1,
+    STEP,
+    STEP + 65,
+]
+
+
+async def test_copies_of_any_length_and_place(chance: random.Random) -> None:
+    """They are right, and touch nothing beside them, wherever source and target lie in their cache lines."""
+    async with open_endpoint_and_context("tcp,sm,self", "worker") as (endpoint, context):
+        content, here = chance.randbytes(SIZE), bytearray(SIZE)
+        with context.allocate(SIZE) as memory, endpoint.attach(memory.descriptor) as remote:
+            for length in LENGTHS:
+                for _ in range(8):
+                    there, at = chance.randrange(SIZE - length + 1), chance.randrange(SIZE - length + 1)
+                    memory.memoryview[:] = content
+                    here[:] = bytes(SIZE)
+                    await remote.get_into(memoryview(here)[at : at + length], there)
+                    assert here[at : at + length] == content[there : there + length], (length, there, at)
+                    assert not any(here[:at][-100:] + here[at + length :][:100]), (length, there, at)
+                    await remote.put(memoryview(content)[at : at + length], there)
+                    expected = content[:there] + content[at : at + length] + content[there + length :]
+                    assert memory.memoryview == expected, (length, there, at)
+
+
+def mapped_pages(remote: RemoteMemory) -> int:
+    """Bytes of the mapping that are in this process's page table."""
+    address = np.frombuffer(remote.map(), np.uint8).ctypes.data
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            begin, end = (int(each, 16) for each in name.split("-"))
+            found = begin <= address < end
+        elif found and name == "Rss:":
+            return int(rest[0]) * 1024
+    raise AssertionError("there is no mapping")
+
+
+def kernel_version() -> tuple[int, int]:
+    major, minor, *_ = Path("/proc/sys/kernel/osrelease").read_text().split(".")
+    return int(major), int(minor)
+
+
+@pytest.mark.skipif(kernel_version() < (5, 14), reason="the kernel has no MADV_POPULATE_READ")
+async def test_pages_are_mapped_ahead() -> None:
+    """Reading one block again and again: then no other block costs page faults."""
+    size, block = 2**23, bytearray(2**16)
+    async with open_owner("tcp,sm,self", "connection", size) as (_, _, remote):
+        await remote.get_into(block)
+        assert mapped_pages(remote) < size // 2
+        for _ in range(size // len(block) + 16):
+            await remote.get_into(block)
+        assert mapped_pages(remote) >= size
+
+
+async def test_memory_that_the_owner_has_not_used_stays_unused() -> None:
+    size, block = 2**23, bytearray(2**16)
+    async with open_endpoint_and_context("tcp,sm,self", "worker") as (endpoint, context):
+        with context.allocate(size) as memory, endpoint.attach(memory.descriptor) as remote:
+            memory.memoryview[: len(block)] = bytes(len(block))
+            for _ in range(size // len(block) + 16):
+                await remote.get_into(block)
+            assert mapped_pages(remote) < size // 2
+
+
+async def test_a_key_of_another_address_is_refused() -> None:
+    """Atomics would otherwise be carried out on integers that are not aligned."""
+    async with open_endpoint_and_context("tcp,sm,self", "worker") as (endpoint, context):
+        with context.allocate(4096) as memory:
+            good = for_ucx(memory.descriptor)
+            before = memory.address.to_bytes(8, "little")
+            assert good.rkey.count(before) == 1
+            bad = attrs.evolve(good, rkey=good.rkey.replace(before, (memory.address - 4).to_bytes(8, "little")))
+            with endpoint.attach(bad) as remote, endpoint.worker.new_chain() as chain:
+                chain.fetch_add(remote, 1)
+                with pytest.raises(ValueError, match="contradicts itself"):
+                    await remote.fetch_add(1)
+                with pytest.raises(ValueError, match="contradicts itself"):
+                    await chain.run()
+                with pytest.raises(ValueError, match="contradicts itself"):
+                    await remote.get(0, 8)
