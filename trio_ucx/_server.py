@@ -300,7 +300,10 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
         if isinstance(error, _IN_ORDER) or connection._link.life.peer_closes:
             logger.debug("%s", line)
         else:
-            self._log.log((type(error), connection._link.life.reason, place, how), logging.WARNING, line)
+            _, _, received, _ = connection._link.traffic()
+            reason = connection._link.life.reason
+            left = not received and reason not in ("ended", "vanished")  # it may have given up its connect
+            self._log.log((type(error), reason, place, how, left), logging.INFO if left else logging.WARNING, line)
 
     def _takes(self, connection: Connection, error: BaseException) -> bool:
         """True if ``on_handler_error`` takes a handler's exception, which then does not end the server."""

@@ -37,6 +37,10 @@ HARMLESS = (
     # The peer ended while UCX connected to it. The endpoint fails, and the waiting tasks get the error. Or the peer has
     # closed a connection that UCX accepts: when both sides connect at once, one of them closes its own.
     (b"/tcp_cm.c", re.compile(rb"tcp_(ep|iface) \S+: connection establishment for socket fd -?\d+ ")),
+    # The same, when the Connection was given up before UCX connected: ``gate_connect`` in ``key_gate.c``.
+    (b"/sock.c", re.compile(rb"connect\(fd=-?\d+, dest_addr=\S+\) failed: Operation canceled")),
+    # The worker was destroyed, and nobody had received the messages that had arrived.
+    (b"/tag_match.c", re.compile(rb"unexpected tag-receive descriptor \S+ was not matched")),
     # The worker was destroyed, and a receive had not ended: of a message whose sender died in the middle (see
     # ``_engine/draining.py``).
     (b"/mpool.c", re.compile(rb"object \S+ \{.*\brecv\b.*\} was not returned to mpool ucp_requests")),
