@@ -30,7 +30,7 @@ from timing import Noise, waited_by
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._handshake.server import LOG_INTERVAL
+from trio_ucx._util.limited_log import LOG_INTERVAL
 
 #: Seconds that a round trip of the honest client may take.
 PATIENCE = 0.1

@@ -1000,6 +1000,21 @@ async def test_other_cancellations_of_the_work_pass(worker: ucp.Worker) -> None:
             pass
 
 
+@pytest.mark.parametrize("both", [False, True])
+async def test_channel_that_is_left_while_a_receive_looks_for_a_message(worker: ucp.Worker, both: bool) -> None:
+    """trio_ucx.rpc does so when the peer leaves: the receive must not wait in the tag queue that is left."""
+    async with open_pair(worker) as (client, server), client.open_conversation() as talk:
+        await talk.send(b"request")
+        heard = await next_of(server)
+        await heard.receive()
+        if both:
+            await talk.aclose()
+            await until(lambda: heard.peer_left)
+        link_of(server).receiving.take_ready = lambda number, limit: heard._close()  # type: ignore[method-assign]
+        with trio.fail_after(15), pytest.raises(trio.ClosedResourceError, match="this channel was closed"):
+            await heard.receive()
+
+
 async def test_a_reply_can_still_be_sent_when_the_work_is_done(worker: ucp.Worker) -> None:
     """Nothing is left of the block after its end."""
     async with open_pair(worker) as (client, server), client.open_conversation() as talk:

@@ -835,7 +835,10 @@ async def test_keys_of_endpoints_that_fail_are_not_kept(monkeypatch: pytest.Monk
             await until(lambda: len({id(one) for one in ended}) >= 6)
 
 
-async def test_ucx_connects_only_where_it_has_a_key() -> None:
+@pytest.mark.parametrize("had_one", [False, True])
+async def test_ucx_connects_only_where_it_has_a_key(had_one: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A refusal is logged as an error, unless there was a key a moment ago: then its Connection was given up."""
+    caplog.set_level("DEBUG", "trio_ucx.ucx")
     async with ucp.open_worker(config=TCP) as worker, ucp.open_worker(config=TCP) as other:
         bare = ucp.WorkerAddress.from_ucx(other.address.ucx)
         with pytest.raises(PermissionError, match=r"admit=\['.*worker.admit\("):
@@ -845,7 +848,10 @@ async def test_ucx_connects_only_where_it_has_a_key() -> None:
         with pytest.raises(PermissionError, match=r'admit=\["127.0.0.1"\]'):
             await worker.open_listener("127.0.0.1", 0)
         # Even if our own code let it: no key, no connection.
-        internals(worker).key_gate.check_admitted = lambda hosts: None  # type: ignore[method-assign]
+        gate = internals(worker).key_gate
+        gate.check_admitted = lambda hosts: None  # type: ignore[method-assign]
+        if had_one:
+            gate.let_in(KeyPair(new_key(), new_key()), other.address).end()
         with pytest.raises((OSError, trio.BrokenResourceError)), trio.fail_after(10):
             endpoint = await worker.open_endpoint(bare)
             try:
@@ -853,6 +859,9 @@ async def test_ucx_connects_only_where_it_has_a_key() -> None:
             finally:
                 endpoint.abort()
         assert strangers(other) == 0
+        level, why = ("DEBUG", "Operation canceled") if had_one else ("ERROR", "Permission denied")
+        await until(lambda: [one for one in caplog.records if one.getMessage().endswith(f"failed: {why}")])
+        assert {one.levelname for one in caplog.records if "failed" in one.getMessage()} == {level}
 
 
 @pytest.mark.both_transports

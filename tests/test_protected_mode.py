@@ -26,11 +26,11 @@ from networks import Host, as_user, open_network
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake import handshake as handshake_side
-from trio_ucx._handshake import server as server_side
 from trio_ucx._handshake import socket_owner
 from trio_ucx._handshake.exchange import Exchange, FrameKind, ProtectedMode
 from trio_ucx._handshake.peer_description import PeerDescription
 from trio_ucx._rules.wire import MAGIC, VERSION
+from trio_ucx._util import limited_log
 
 KEY = "sixteen letters!"
 CURES = ("authkey=", "ssl.CERT_REQUIRED", "allow_anyone=True")
@@ -251,7 +251,7 @@ async def test_the_first_refusal_is_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level("INFO", "trio_ucx")
-    monkeypatch.setattr(server_side, "LOG_INTERVAL", interval)
+    monkeypatch.setattr(limited_log, "LOG_INTERVAL", interval)
     async with open_listener(worker) as listener:
         for _ in range(5):
             assert not await connects(worker, listener)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import trio
 import trio.testing
-from helpers import Rounds, open_peer, serving
+from helpers import Rounds, nothing_happens, open_peer, serving, until
 
 import trio_ucx
 from trio_ucx import rpc
+from trio_ucx._util import limited_log
 
 
 def fill_window(connection: trio_ucx.Connection) -> None:
@@ -73,6 +75,142 @@ async def test_error_of_a_handler_that_is_cancelled(caplog: Any) -> None:
             with pytest.raises(rpc.CallTimedOut):
                 await client.call("unwilling", timeout=0.05)
             assert await client.call("echo", data=1, timeout=5) == 1
+
+
+class Gone(rpc.Service):
+    """Methods whose caller leaves, or dies, while they wait for it. ``ends`` has what they get."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.ends: list[str] = []
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        self.begun += 1
+        try:
+            yield
+        except BaseException as error:
+            self.ends.append(type(error).__name__)
+            raise
+
+    @rpc.method
+    async def read(self, call: rpc.Call) -> int:
+        with self.run():
+            return len([item async for item in call.items()])
+
+    @rpc.method
+    async def shielded(self, call: rpc.Call) -> int:
+        with self.run(), trio.CancelScope(shield=True):
+            return len([item async for item in call.items()])
+
+    @rpc.method
+    async def in_tasks(self, call: rpc.Call) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.read, call)
+            nursery.start_soon(self.use, call)
+
+    @rpc.method
+    async def use(self, call: rpc.Call) -> None:
+        with self.run():
+            await call.connection.receive(tag=7)
+
+    @rpc.method
+    async def convert(self, call: rpc.Call) -> None:
+        try:
+            await self.use(call)
+        except trio.BrokenResourceError:
+            raise KeyError("a fault of the method") from None
+
+
+#: By method: what it gets when its caller leaves the call, and when its caller is lost.
+GONE = {
+    "read": (["Cancelled"], ["Cancelled"]),
+    "shielded": (["PeerLost"], ["PeerLost"]),
+    "use": (["Cancelled"], ["PeerLost"]),
+    "in_tasks": (["Cancelled", "Cancelled"], ["Cancelled", "PeerLost"]),
+    "convert": (["Cancelled"], ["PeerLost"]),
+}
+
+
+@pytest.mark.parametrize("method", GONE)
+@pytest.mark.parametrize("size", [1, 100_000])
+async def test_methods_whose_caller_has_gone(
+    over: str, method: str, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are cancelled. What they raise because of the client is no fault of theirs, and nobody's news."""
+    caplog.set_level(logging.DEBUG, "trio_ucx")
+    service = Gone()
+    begun = len(GONE[method][0])
+
+    @contextlib.asynccontextmanager
+    async def calling(connection: trio_ucx.Connection) -> AsyncIterator[None]:
+        service.begun, service.ends[:] = 0, []
+        with contextlib.suppress(trio.ClosedResourceError):
+            async with rpc.Client(connection).stream(method) as stream:
+                with trio.move_on_after(0.05):  # a large one waits for a method that reads
+                    await stream.send(1, buffers=[bytes(size)])
+                await until(lambda: service.begun == begun)
+                yield
+        await until(lambda: len(service.ends) == begun)
+
+    def loud() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if record.levelno > logging.INFO]
+
+    with trio.fail_after(20):
+        async with serving(rpc.serving(service)) as listener:
+            connection = await trio_ucx.open_ucx_stream(*listener.address)
+            async with calling(connection):
+                pass
+            assert (sorted(service.ends), loud()) == (GONE[method][0], [])
+            async with calling(connection):
+                connection.abort()
+            assert sorted(service.ends) == GONE[method][1]
+            await until(lambda: len(loud()) > (method == "convert"))
+    *faults, lost = sorted(loud(), key=lambda record: -record.levelno)
+    assert f"The handler rpc.serving(Gone) ended and cancelled {method}" in lost.getMessage()
+    assert lost.levelname == "WARNING" and [one.levelname for one in faults] == ["ERROR"] * (method == "convert")
+
+
+async def test_many_callers_are_lost_at_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first loss is logged at once, the last one and the number of others later, or when the run ends."""
+    service = Gone()
+    count = 6
+
+    async def call(connection: trio_ucx.Connection, method: str) -> None:
+        with contextlib.suppress(trio.ClosedResourceError):
+            await rpc.Client(connection).call(method)
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    async def lose_clients(address: tuple[str, int]) -> None:
+        service.begun, service.ends[:] = 0, []
+        connections = [await trio_ucx.open_ucx_stream(*address) for _ in range(count)]
+        async with trio.open_nursery() as nursery:
+            for connection in connections:
+                for method in ("use", "convert", "use"):
+                    nursery.start_soon(call, connection, method)
+            await until(lambda: service.begun == 3 * count)
+            for connection in connections:
+                connection.abort()
+        await until(lambda: len(service.ends) == 3 * count)
+
+    async def main(interval: float, expected: int) -> None:
+        monkeypatch.setattr(limited_log, "LOG_INTERVAL", interval)
+        caplog.clear()
+        with trio.fail_after(30):
+            async with serving(rpc.serving(service)) as listener:
+                await lose_clients(listener.address)
+                await until(lambda: len(lines()) == expected)
+                await nothing_happens()
+
+    for interval, expected in (1.0, 2), (60.0, 1):
+        await trio.to_thread.run_sync(trio.run, main, interval, expected)
+        first, last = lines()
+        assert "ended and cancelled use (2 calls), convert" in first and "others" not in first
+        assert last.endswith(
+            f"ended and cancelled use (2 calls), convert (and {count - 2} others since the last such line)"
+        )
 
 
 async def test_cancelled_sends_of_items() -> None:

@@ -240,6 +240,9 @@ for record in records:
             b"object 0x5 {{cb|rcv_tag} recv length 65536 host memory} was not returned to mpool ucp_requests",
             "DEBUG",
         ),
+        (b"/b/src/ucs/sys/sock.c", b"connect(fd=24, dest_addr=[::1]:24) failed: Operation canceled", "DEBUG"),
+        (b"/b/src/ucs/sys/sock.c", b"connect(fd=24, dest_addr=10.0.0.5:24) failed: Permission denied", "ERROR"),
+        (b"/b/src/ucp/tag/tag_match.c", b"unexpected tag-receive descriptor 0x5 was not matched", "DEBUG"),
         (b"/b/src/ucs/datastruct/mpool.c", b"object 0x5 was not returned to mpool ucp_requests", "ERROR"),
     ],
 )

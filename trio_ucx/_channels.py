@@ -53,6 +53,11 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         """True if the peer has closed its end. What has arrived can be received."""
         return self._state.peer_left
 
+    @property
+    def _over(self) -> bool:
+        """True if either side has left it, or the connection has ended."""
+        return self._state.problem() is not None or self._connection._link.sending.over
+
     def _check(self) -> None:
         if self._state.left:
             raise trio.ClosedResourceError("this channel was closed")
@@ -285,7 +290,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
     def _at_end(self, function: Callable[[], None]) -> bool:
         """Calls a function, once, when the peer leaves, or the connection ends. Returns True if that has happened."""
         self._state.on_end += (function,)
-        return self._state.problem() is not None or self._connection._link.sending.over
+        return self._over
 
     @enable_ki_protection
     async def aclose(self) -> None:

@@ -23,6 +23,7 @@ from ._report.items import counted
 from ._statistics import REFUSAL_REASONS, ServerStatistics, Totals
 from ._util.arguments import check_timeout
 from ._util.handles import OpenedNotConstructed
+from ._util.limited_log import LimitedLog
 from .ucp._internal_api import addresses_of_devices, separate
 
 logger = logging.getLogger("trio_ucx")
@@ -59,6 +60,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
     _totals: Totals = attrs.field(factory=Totals, init=False)
     _drains: int = attrs.field(default=0, init=False)
     _cancelled: int = attrs.field(default=0, init=False)
+    _log: LimitedLog = attrs.field(factory=LimitedLog, init=False)
     #: Waits for signals; cancelled when nothing runs any more.
     _signals: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
 
@@ -295,7 +297,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
         except BaseException as error:
             own, rest = split_own(connection, error)
             if own is not None:
-                _log_end(self._handler, connection, own, error)
+                self._log_end(connection, own, innermost_place(own) or innermost_place(error))
             if rest is not None or not isinstance(own, _IN_ORDER):
                 connection.abort()
             if own is None and not self._takes(connection, error):
@@ -307,7 +309,24 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
         try:
             await connection.aclose()
         except trio.BrokenResourceError as error:
-            _log_end(self._handler, connection, error, error)
+            self._log_end(connection, error, None, "had returned, and the connection was being closed")
+
+    def _log_end(self, connection: Connection, error: BaseException, place: str | None, how: str = "ended") -> None:
+        """Logs that a handler has ended because of its client.
+
+        Args:
+            error: of its connection. Its notes say what else has ended.
+            place: where the handler stood, if the program's code was running.
+        """
+        end = " ".join([f"{how} at {place}" if place else how, *getattr(error, "__notes__", ())])
+        line = f"{connection!r}: {error}. The handler {name_of(self._handler)} {end}"
+        if isinstance(error, _IN_ORDER) or connection._link.life.peer_closes:
+            logger.debug("%s", line)
+        else:
+            _, _, received, _ = connection._link.traffic()
+            reason = connection._link.life.reason
+            left = not received and reason not in ("ended", "vanished")  # it may have given up its connect
+            self._log.log((type(error), reason, place, how, left), logging.INFO if left else logging.WARNING, line)
 
     def _takes(self, connection: Connection, error: BaseException) -> bool:
         """True if ``on_handler_error`` takes a handler's exception, which then does not end the server."""
@@ -350,19 +369,6 @@ def split_own(connection: Connection, error: BaseException) -> tuple[BaseExcepti
     if share.engine.broken is not None:
         return None, error  # the worker broke, not the connection
     return separate(error, share.ending.origin)
-
-
-def _log_end(handler: Handler, connection: Connection, own: BaseException, raised: BaseException) -> None:
-    """Logs that a handler has ended because of its client.
-
-    Args:
-        raised: what the handler raised: ``own``, or a group with it.
-    """
-    in_order = isinstance(own, _IN_ORDER) or connection._link.life.peer_closes
-    where = innermost_place(own) or innermost_place(raised)
-    end = f"ended at {where}" if where else "had returned, and the connection was being closed"
-    level = logging.DEBUG if in_order else logging.WARNING
-    logger.log(level, "%r: %s. The handler %s %s", connection, own, name_of(handler), end)
 
 
 def name_of(function: Callable[..., object]) -> str:

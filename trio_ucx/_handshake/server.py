@@ -27,7 +27,6 @@ from __future__ import annotations
 import errno
 import logging
 import ssl
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 from itertools import islice
@@ -40,6 +39,7 @@ from .._rules.wire import ProtocolError, RefusalCode
 from .._statistics import REFUSAL_REASONS
 from .._util.contained import contained, report
 from .._util.handles import warn_resource
+from .._util.limited_log import LimitedLog
 from .._util.limits import CAPACITY_ERRORS
 from .._util.socket_addresses import format_address
 from .._version import SOFTWARE
@@ -90,36 +90,11 @@ SPARE_DESCRIPTORS = 16
 RESERVED_DESCRIPTORS = 64
 #: Seconds to wait when accept() fails because a resource is used up, as trio.serve_listeners does.
 ACCEPT_PAUSE = 0.1
-#: Seconds between two log lines about clients that were turned away for the same reason.
-LOG_INTERVAL = 60.0
 #: The kinds of clients that protected mode refuses.
 PROTECTED = (ANOTHER_MACHINE, ANOTHER_USER, UNKNOWN_USER)
 #: The kind of clients that are not turned away: they connect again, from another worker.
 AGAIN = "it connects from another worker"
 _HTTP_METHODS = (b"GET ", b"HEAD", b"POST", b"PUT ", b"DELE", b"OPTI", b"CONN", b"TRAC", b"PATC", b"PRI ")
-
-
-class RejectionLog:
-    """Logs the clients that were turned away: at most one line for each kind in LOG_INTERVAL, however many come.
-
-    The first one of each kind that protected mode refuses is a warning.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[str, float] = {}
-        self._unlogged: dict[str, int] = {}
-
-    def log(self, kind: str, client: str, reason: object, cause: BaseException | None = None) -> None:
-        now = time.monotonic()
-        if now - self._last.get(kind, -LOG_INTERVAL) < LOG_INTERVAL:
-            self._unlogged[kind] = self._unlogged.get(kind, 0) + 1
-            return
-        warns = kind in PROTECTED and kind not in self._last
-        level = logging.ERROR if cause is not None else logging.WARNING if warns else logging.INFO
-        self._last[kind] = now
-        more = self._unlogged.pop(kind, 0)
-        others = f" (and {more} others since the last such line)" if more else ""
-        logger.log(level, "turned away %s: %s: %s%s", client, kind, reason, others, exc_info=cause)
 
 
 TLS_CLIENT = "a TLS client, and this listener has no ssl_context"
@@ -219,9 +194,7 @@ class Acceptor:
         self._acceptors = Waiters()
         #: The last client of trio_ucx that was turned away, and why; "" if none was.
         self.last_refused = ""
-        self._rejections = RejectionLog()
-        #: When a lack of descriptors was logged last.
-        self._lack_logged = -LOG_INTERVAL
+        self._log = LimitedLog()
         self._id = self.engine.next_id()
         self.engine.teardown.children[self._id] = self._unclosed
         self.engine.teardown.on_broken[self._id] = self._acceptors.fail
@@ -378,9 +351,15 @@ class Acceptor:
                         self.last_refused = f"{client.label}: {reason}"
                     contained(exchange.refuse, reason_for_peer, why)
                 contained(client.stream.close, answer + exchange.data_to_send())
-                self._rejections.log(kind, client.label, reason, cause)
+                self._log_rejection(kind, client.label, reason, cause)
             if client.has_place:
                 self._give_up_place()
+
+    def _log_rejection(self, kind: str, client: str, reason: str, cause: BaseException | None) -> None:
+        """Logs that a client was turned away. The first of each kind that protected mode refuses is a warning."""
+        warns = kind in PROTECTED and not self._log.has_logged(kind)
+        level = logging.ERROR if cause is not None else logging.WARNING if warns else logging.INFO
+        self._log.log(kind, level, f"turned away {client}: {kind}: {reason}", cause)
 
     async def _exchange(self, client: PendingClient, handshake: Handshake, exchange: Exchange) -> None:
         """Runs the exchange, and hands the control socket over.
@@ -462,9 +441,7 @@ class Acceptor:
         try:
             descriptors.require(self._descriptors_for(self._opening), "serving the next clients")
         except OSError as error:
-            if (now := time.monotonic()) - self._lack_logged >= LOG_INTERVAL:
-                self._lack_logged = now
-                logger.warning("clients are turned away: %s", error.strerror)
+            self._log.log("descriptors", logging.WARNING, f"clients are turned away: {error.strerror}")
             raise NoRoom("the listener's process is running out of file descriptors; try again later") from None
 
     def _connected(self, link: Link) -> None:

@@ -493,6 +493,8 @@ class Receiving:
         if queue is not None and queue.failure is not None:
             return self.share.problem() or queue.failure  # a new one: each raise makes the traceback longer
         channel: ChannelState | None = None if queue is None else queue.channel
+        if queue is not None and queue.number >= wire.CONVERSATIONS and (channel is None or channel.left):
+            return trio.ClosedResourceError("this channel was closed")  # while the receive looked for a message
         if channel is not None and channel.peer_left:
             return channel.end()
         if self.life.receives is Answer.END:

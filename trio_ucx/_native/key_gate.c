@@ -354,6 +354,21 @@ static tu_pair_t *pair_for_place(const tu_gate_t *gate, const place_t *place, bo
     return found;
 }
 
+/* True if a pair that has ended a moment ago was for a place: UCX has not given up its endpoint yet. */
+static bool ended_at(const tu_gate_t *gate, const place_t *place)
+{
+    const tu_pair_t *pair;
+
+    TU_LIST_FOR_EACH(pair, &gate->ended, link) {
+        for (size_t i = 0; i < pair->count; i++) {
+            if (memcmp(&pair->places[i], place, sizeof(*place)) == 0) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
 /* Another pair of the same peer, to which the connections of one that has ended pass on; NULL if there is none. */
 static tu_pair_t *heir_of(const tu_pair_t *ended)
 {
@@ -470,7 +485,7 @@ void tu_gate_know(tu_pair_t *pair)
 }
 
 /* Takes the keys away. The connections that they have let in pass on to another pair of this peer. Returns true if there
- * are some and no such pair: tu_gate_shut_ended shuts them later. */
+ * is no such pair, and tu_gate_shut_ended has something to shut, or to forget, later. */
 bool tu_gate_remove(tu_pair_t *pair)
 {
     tu_gate_t *gate = pair->gate;
@@ -484,7 +499,7 @@ bool tu_gate_remove(tu_pair_t *pair)
     if (heir != NULL) {
         pass_on(pair, heir);
     }
-    linger = !tu_list_is_empty(&pair->let_in);
+    linger = heir == NULL && (pair->count > 0 || !tu_list_is_empty(&pair->let_in));
     if (!linger) {
         pair_free(pair);
     } else {
@@ -785,7 +800,6 @@ static int gate_connect(int fd, const struct sockaddr *address, socklen_t length
     }
     new->place = place;
     is_own     = tu_sockaddr_is_own(address, length);
-    errno      = EACCES; /* it has not been let in, or is on another host and not meant */
     pthread_mutex_lock(&mutex);
     network = admitted_network(gate, &place);
     pair    = pair_for_place(gate, &place, is_own, &elsewhere);
@@ -797,6 +811,9 @@ static int gate_connect(int fd, const struct sockaddr *address, socklen_t length
         pair = gate->own;
     }
     if (pair != NULL ? !make_proof(new, pair) : network == NULL) {
+        /* It was left, which is no news (HARMLESS in log.py); or it has not been let in, or is on another host and not
+         * meant. */
+        errno = !elsewhere && ended_at(gate, &place) ? ECANCELED : EACCES;
         pthread_mutex_unlock(&mutex);
         free(new);
         return -1;

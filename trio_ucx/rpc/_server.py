@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import traceback
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from typing import Any
@@ -16,6 +17,7 @@ from trio.lowlevel import disable_ki_protection, enable_ki_protection
 from .. import Channel, Connection, MessageTooLong
 from .._util.arguments import check_integer
 from .._util.handles import OpenedNotConstructed
+from ..ucp._internal_api import separate
 from . import _messages as wire
 from ._errors import CallError
 from ._items import ItemFlow
@@ -56,6 +58,7 @@ class Call(metaclass=OpenedNotConstructed):
     connection: Connection
     _talk: Channel
     _codec: Codec
+    _scope: trio.CancelScope
     _deadline: float
     _has_items: bool
     _opened_flow: ItemFlow | None = None
@@ -84,20 +87,21 @@ class Call(metaclass=OpenedNotConstructed):
 
         There are none if it was called with :meth:`Client.call`. An item with buffers is a :class:`Reply`. The client
         waits where the handler does not read fast enough. A step raises :class:`CallError` if the client has sent
-        something else, and ``trio.BrokenResourceError`` if the client is gone.
+        something else. If the client has left the call, or is gone, the handler is cancelled; a step that is shielded
+        from that raises :class:`PeerLost`.
 
         Cancellation: a cancelled step loses no item.
 
         Raises: nothing.
         """
-        return _Items(self._flow, ended=not self._has_items)
+        return _Items(self, ended=not self._has_items)
 
 
 @attrs.define(eq=False)
 class _Items(AsyncIterator[Any]):
     # No generator: one that is not read to its end would have to be closed.
 
-    _flow: ItemFlow
+    _call: Call
     _ended: bool
 
     @enable_ki_protection
@@ -106,9 +110,13 @@ class _Items(AsyncIterator[Any]):
             await trio.lowlevel.checkpoint()
             raise StopAsyncIteration
         try:
-            kind, value = await self._flow.next()
+            kind, value = await self._call._flow.next()
         except wire.BadMessage as error:
             raise CallError(f"the client has sent {error}") from None
+        except _GONE:
+            self._call._scope.cancel()  # as the end of the conversation does in a moment
+            await trio.lowlevel.checkpoint()
+            raise self._call._talk._state.broken_off() from None
         if kind == wire.ITEM:
             return value
         self._ended = True
@@ -137,6 +145,7 @@ def serving(service: Service, *, limit: int = 100, hook: Hook | None = None) -> 
     async def answer_calls(connection: Connection) -> None:
         await _Serving(connection, methods, slots, limit, hook).run()
 
+    answer_calls.__qualname__ = f"rpc.serving({type(service).__name__})"  # for logs and reports
     return answer_calls
 
 
@@ -149,6 +158,8 @@ class _Serving:
             further conversation is accepted.
         room: set when one of them is not busy any more.
         kept: the idle conversations, that which has been idle for the longest time first.
+        running: the methods that run.
+        cut_off: those that ran when the connection ended, and how often.
     """
 
     connection: Connection
@@ -159,21 +170,32 @@ class _Serving:
     busy: int = 0
     room: trio.Event = attrs.field(factory=trio.Event)
     kept: dict[Channel, None] = attrs.field(factory=dict)
+    running: dict[Channel, str] = attrs.field(factory=dict)
+    cut_off: Counter[str] = attrs.field(factory=Counter)
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             with suppress(trio.ClosedResourceError):  # a handler has closed the connection
-                async for talk in self.connection.conversations():
-                    if self.connection.draining:
-                        talk._close()  # the client makes the call again, elsewhere
-                        continue
-                    self.busy += 1
-                    nursery.start_soon(self.converse, talk, name=f"rpc {self.connection!r}")
-                    while self.busy >= self.limit:
-                        self.room = trio.Event()
-                        await self.room.wait()
+                try:
+                    await self.accept(nursery)
+                except trio.BrokenResourceError as error:
+                    if self.cut_off:  # for the log
+                        names = (name if n == 1 else f"{name} ({n} calls)" for name, n in self.cut_off.most_common())
+                        error.add_note(f"and cancelled {bounded(', '.join(names), 500)}")
+                    raise
             for talk in list(self.kept):  # the server drains
                 talk._close()
+
+    async def accept(self, nursery: trio.Nursery) -> None:
+        async for talk in self.connection.conversations():
+            if self.connection.draining:
+                talk._close()  # the client makes the call again, elsewhere
+                continue
+            self.busy += 1
+            nursery.start_soon(self.converse, talk, name=f"rpc {self.connection!r}")
+            while self.busy >= self.limit:
+                self.room = trio.Event()
+                await self.room.wait()
 
     @enable_ki_protection
     async def converse(self, talk: Channel) -> None:
@@ -181,6 +203,8 @@ class _Serving:
         answered = True
 
         def break_off() -> None:
+            if talk in self.running and self.connection._link.sending.over:
+                self.cut_off[self.running[talk]] += 1
             talk._close(by_force=not answered)
 
         try:
@@ -276,7 +300,7 @@ class _Serving:
             return failure(codec, wire.BAD_ARGUMENTS, bounded(f"{name}: {error}"))
         deadline = math.inf if left is None else begun_at + left
         call = Call._create(
-            name, buffers or (), metadata or {}, self.connection, talk, codec, deadline, kind == wire.STREAM
+            name, buffers or (), metadata or {}, self.connection, talk, codec, scope, deadline, kind == wire.STREAM
         )
         if left is None:
             return await self.run_handler(found, call, codec, arguments)
@@ -293,6 +317,7 @@ class _Serving:
         return message
 
     async def run_handler(self, found: Method, call: Call, codec: Codec, arguments: dict[str, Any]) -> Any:
+        self.running[call._talk] = call.method
         try:
             with _NO_CONTEXT if self.hook is None else self.hook(call.method, call.metadata):
                 if found.declaration.stream:
@@ -310,6 +335,8 @@ class _Serving:
                 raise
             _raised(found, call, codec, rest)  # logs it: nobody waits for the answer
             raise cancelled from None
+        finally:
+            del self.running[call._talk]
 
 
 # ---- the user's code: KeyboardInterrupt may be raised anywhere in it ----
@@ -344,7 +371,12 @@ def _unreadable(error: Exception, codec: Codec = wire.CODECS[wire.JSON]) -> Any:
 
 
 def _raised(found: Method, call: Call, codec: Codec, error: Exception) -> Any:
-    """Returns the message about an exception of a handler."""
+    """Returns the message about an exception of a handler; None if it says only that the client is gone."""
+    if call._talk._over:
+        rest = separate(error, call.connection._link.share.ending.origin)[1]
+        if not isinstance(rest, Exception):
+            return None
+        error = rest
     name, trace = type_name(type(error)), ""
     for declared in found.declaration.raises:
         if isinstance(error, declared):

@@ -1,0 +1,50 @@
+"""Log lines about events of which many may come at once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable
+
+import trio
+
+from .contained import contained
+
+logger = logging.getLogger("trio_ucx")
+
+#: Seconds between two log lines about events of one kind.
+LOG_INTERVAL = 60.0
+
+
+class LimitedLog:
+    """Logs the first event of a kind at once, and later ones once in LOG_INTERVAL: the last one, and their number."""
+
+    def __init__(self) -> None:
+        self._last: dict[Hashable, float] = {}
+        #: By kind, what was not logged yet: the line about the last event, and how many others there were.
+        self._unlogged: dict[Hashable, tuple[int, str, BaseException | None, int]] = {}
+
+    def has_logged(self, kind: Hashable) -> bool:
+        return kind in self._last
+
+    def log(self, kind: Hashable, level: int, line: str, cause: BaseException | None = None) -> None:
+        now = time.monotonic()
+        next_line = self._last.get(kind, -LOG_INTERVAL) + LOG_INTERVAL
+        if now >= next_line:
+            self._last[kind] = now
+            logger.log(level, "%s", line, exc_info=cause)
+            return
+        if kind not in self._unlogged:
+            name = f"trio_ucx log of {kind}"
+            trio.lowlevel.spawn_system_task(self._log_later, kind, next_line - now, name=name)
+        others = self._unlogged[kind][3] + 1 if kind in self._unlogged else 0
+        self._unlogged[kind] = (level, line, cause, others)
+
+    async def _log_later(self, kind: Hashable, seconds: float) -> None:
+        try:
+            await trio.sleep(seconds)
+        finally:  # also when the run ends
+            level, line, cause, others = self._unlogged.pop(kind)
+            self._last[kind] = time.monotonic()
+            more = f" (and {others} others since the last such line)" if others else ""
+            contained(lambda: logger.log(level, "%s%s", line, more, exc_info=cause))
