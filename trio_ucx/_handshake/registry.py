@@ -78,16 +78,16 @@ class WorkerConnections:
         del named_workers[name]
 
     def for_new_connection(
-        self, ends: Ends | None = None, tried: Collection[WorkerConnections] = ()
+        self, tried: Collection[WorkerConnections] = (), ends: Ends | None = None
     ) -> WorkerConnections:
         """The registry for a new connection: this one, the newest successor's, or that of a new one.
 
         A successor without connections is closed when a new one is opened: the caller describes this side at once.
 
         Args:
+            tried: registries whose worker has no endpoint for that.
             ends: of the control socket, if the peer is on another machine: a network that came later than a worker
                 needs a newer one.
-            tried: registries whose worker has no endpoint for that.
 
         Raises:
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
