@@ -302,6 +302,27 @@ async def test_a_network_comes_later(before: dict[str, str], isolate: bool) -> N
 
 
 @pytest.mark.root
+@pytest.mark.parametrize("isolate", [False, True], ids=["", "isolate"])
+@pytest.mark.parametrize("named", [{}, {"UCX_NET_DEVICES": f"{MAIN},lo"}], ids=["", "named device"])
+async def test_an_address_changes(named: dict[str, str], isolate: bool) -> None:
+    """...of the device that the server uses."""
+    with open_network() as network:
+        server, client = network.host(), network.host()
+        network.cable((server, MAIN, ONE.main[0]), (client, MAIN, TWO.main[0]))
+        await network.ready()
+        options = {"isolate": isolate}
+        async with open_peer("host", ["0.0.0.0"], options, under=server.under, **QUIET, **named) as listening:
+            [[_, port]] = await listening.hear()
+            assert (await ask_to_visit(client, ONE.ip, port))[:2] == ["connected", ["tcp"]]
+            server.ip("addr", "del", ONE.main[0], "dev", MAIN)
+            server.add_address(MAIN, "10.201.0.9/24")
+            for _ in range(2):
+                assert (await ask_to_visit(client, "10.201.0.9", port))[:2] == ["connected", ["tcp"]]
+            await listening.tell()
+            await listening.hear()
+
+
+@pytest.mark.root
 async def test_a_client_is_there_before_its_network() -> None:
     with open_network() as network:
         server, client = network.host(), network.host()

@@ -94,12 +94,12 @@ class WorkerConnections:
         """
         self.engine.check()
         for worker in (self.worker, *list(self.worker._successors.values())[-1:]):
-            engine = worker._engine
+            engine, context = worker._engine, worker.context
             if not (
                 engine.receive_queue.stopped
                 or engine.key_gate.lost
                 or engine.endpoints_by_worker.is_full
-                or (ends is not None and came_later(engine.identity.address, ends, engine.context._addresses))
+                or (ends and came_later(engine.identity.address, ends, context.config, context._addresses))
             ):
                 registry = WorkerConnections.of(worker, self)
                 if registry not in tried:

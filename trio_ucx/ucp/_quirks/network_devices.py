@@ -64,23 +64,28 @@ def at_control_socket(address: WorkerAddress, ends: Ends, config: Mapping[str, s
     return _with_tcp_at(address, _towards_peer(address, ends))
 
 
-def came_later(address: WorkerAddress, ends: Ends, before: Collection[str]) -> bool:
+def came_later(address: WorkerAddress, ends: Ends, config: Mapping[str, str], before: Collection[str]) -> bool:
     """True if another worker may have a TCP device that leads to the peer of a control socket, and this one has none.
 
     Args:
+        config: the worker's options.
         before: the active addresses before the worker's context was opened.
     """
-    ip = _split(ends[0])[0]
-    return ip not in before and not _towards_peer(address, ends)
+    ip, device = _split(ends[0])
+    if ip in before or _towards_peer(address, ends):
+        return False
+    interface = lib.tu_interface_with(_native_address(ip, device))
+    named = (in_force("NET_DEVICES", config) or "").split(",") if names_devices(config) else None
+    return interface != 0 and (named is None or socket.if_indextoname(interface) in named)
 
 
-def is_outdated(address: WorkerAddress, ends: Ends | None, before: Collection[str]) -> bool:
+def is_outdated(address: WorkerAddress, ends: Ends | None, config: Mapping[str, str], before: Collection[str]) -> bool:
     """True if another worker needs another context: as :func:`came_later`, or because one of its devices has gone.
 
     In a context with a device that has gone, UCX opens no worker.
     """
     return not active_addresses().issuperset(address._tcp_hosts) or (
-        ends is not None and came_later(address, ends, before)
+        ends is not None and came_later(address, ends, config, before)
     )
 
 
