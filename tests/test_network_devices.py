@@ -247,15 +247,17 @@ async def test_one_worker_over_two_networks(default_route: bool) -> None:
 
 @pytest.mark.root
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("aside", [(), ("172.17.0.1/16",)], ids=["", "another network"])
+@pytest.mark.parametrize("others", [False, True], ids=["", "other networks"])
 @pytest.mark.parametrize("at", [("server",), ("client",), ("server", "client")], ids="-".join)
 @pytest.mark.parametrize("layout", [Layout(ONE, TWO), Layout(SIX, SEVEN)], ids=["IPv4", "IPv6"])
-async def test_virtual_addresses(layout: Layout, at: Sequence[str], aside: Sequence[str]) -> None:
+async def test_virtual_addresses(layout: Layout, at: Sequence[str], others: bool) -> None:
     """...at the loopback device, with a route through the network: routing on the host, or anycast."""
     virtual = ("fd00:99::1", "fd00:99::2") if ":" in layout.server.ip else ("10.99.0.1", "10.99.0.2")
-    both = [attrs.evolve(end, aside=aside) for end in (layout.server, layout.client)]
+    if others:
+        ends = [attrs.evolve(layout.server, aside=["10.8.0.1/24"]), attrs.evolve(layout.client, aside=["10.9.0.1/24"])]
+        layout = Layout(*ends, default_route=True)
     with open_network() as network:
-        server, client = build(network, attrs.evolve(layout, server=both[0], client=both[1]), BEFORE)
+        server, client = build(network, layout, BEFORE)
         for host, own, peer, address in (
             (server, layout.server, client, virtual[0]),
             (client, layout.client, server, virtual[1]),
@@ -296,9 +298,11 @@ async def ask_to_visit(client: Host, ip: str, port: int) -> list[Any]:
 @pytest.mark.root
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("isolate", [False, True], ids=["", "isolate"])
-@pytest.mark.parametrize("before", [(), ("10.77.0",)], ids=["no network", "another network"])
-async def test_a_network_comes_later(before: Sequence[str], isolate: bool) -> None:
-    """...than the server's worker, and perhaps than the first client of another network. It goes, and comes again."""
+@pytest.mark.parametrize("before", [{}, {BEFORE: "10.77.0", AFTER: "10.78.0"}], ids=["no network", "two networks"])
+async def test_a_network_comes_later(before: dict[str, str], isolate: bool) -> None:
+    """...than the server's worker, and perhaps than the first client of another network. It goes, and comes again. At
+    last one of the first networks goes.
+    """
     with open_network() as network:
         server, client = network.host(), network.host()
 
@@ -306,7 +310,7 @@ async def test_a_network_comes_later(before: Sequence[str], isolate: bool) -> No
             network.cable((server, device, f"{net}.1/24"), (client, device, f"{net}.2/24"))
             return f"{net}.1"
 
-        others = [lay(BEFORE, net) for net in before]
+        others = [lay(device, net) for device, net in before.items()][:1]
         await network.ready()
         async with open_peer("host", ["0.0.0.0"], {"isolate": isolate}, under=server.under, **QUIET) as listening:
             [[_, port]] = await listening.hear()
@@ -321,8 +325,33 @@ async def test_a_network_comes_later(before: Sequence[str], isolate: bool) -> No
                 ip = lay(MAIN, net)
                 await network.ready()
                 await visit(ip, *others)
-                network.cut(server, MAIN)
-                await visit(*others)
+                if net == "10.201.0":
+                    network.cut(server, MAIN)
+                    await visit(*others)
+            if others:
+                network.cut(server, AFTER)
+                await visit(others[0])
+            await listening.tell()
+            await listening.hear()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("isolate", [False, True], ids=["", "isolate"])
+@pytest.mark.parametrize("named", [{}, {"UCX_NET_DEVICES": f"{MAIN},lo"}], ids=["", "named device"])
+async def test_an_address_changes(named: dict[str, str], isolate: bool) -> None:
+    """...of the device that the server uses."""
+    with open_network() as network:
+        server, client = network.host(), network.host()
+        network.cable((server, MAIN, ONE.main[0]), (client, MAIN, TWO.main[0]))
+        await network.ready()
+        options = {"isolate": isolate}
+        async with open_peer("host", ["0.0.0.0"], options, under=server.under, **QUIET, **named) as listening:
+            [[_, port]] = await listening.hear()
+            assert (await ask_to_visit(client, ONE.ip, port))[:2] == ["connected", ["tcp"]]
+            server.ip("addr", "del", ONE.main[0], "dev", MAIN)
+            server.add_address(MAIN, "10.201.0.9/24")
+            for _ in range(2):
+                assert (await ask_to_visit(client, "10.201.0.9", port))[:2] == ["connected", ["tcp"]]
             await listening.tell()
             await listening.hear()
 

@@ -184,7 +184,7 @@ class Connector:
         if isolate:
             handshake.isolate()
         else:
-            handshake.registry = self._registry.for_new_connection(handshake.ends, self._tried)
+            handshake.registry = self._registry.for_new_connection(self._tried, handshake.ends)
             self._tried.append(handshake.registry)
         exchange.open(handshake.describe(options.shared_memory))
         event = await handshake.next_event(stream, exchange)

@@ -78,28 +78,28 @@ class WorkerConnections:
         del named_workers[name]
 
     def for_new_connection(
-        self, ends: Ends | None = None, tried: Collection[WorkerConnections] = ()
+        self, tried: Collection[WorkerConnections] = (), ends: Ends | None = None
     ) -> WorkerConnections:
         """The registry for a new connection: this one, the newest successor's, or that of a new one.
 
         A successor without connections is closed when a new one is opened: the caller describes this side at once.
 
         Args:
+            tried: registries whose worker has no endpoint for that.
             ends: of the control socket, if the peer is on another machine: a network that came later than a worker
                 needs a newer one.
-            tried: registries whose worker has no endpoint for that.
 
         Raises:
             trio.ClosedResourceError, trio.BrokenResourceError: the worker was closed, or broke.
         """
         self.engine.check()
         for worker in (self.worker, *list(self.worker._successors.values())[-1:]):
-            engine = worker._engine
+            engine, context = worker._engine, worker.context
             if not (
                 engine.receive_queue.stopped
                 or engine.key_gate.lost
                 or engine.endpoints_by_worker.is_full
-                or (ends is not None and came_later(engine.identity.address, ends, engine.context._addresses))
+                or (ends and came_later(engine.identity.address, ends, context.config, context._addresses))
             ):
                 registry = WorkerConnections.of(worker, self)
                 if registry not in tried:

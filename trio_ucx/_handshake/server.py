@@ -394,7 +394,7 @@ class Acceptor:
         if options.isolate:
             handshake.isolate()
         else:
-            handshake.registry = self.registry.for_new_connection(handshake.ends)
+            handshake.registry = self.registry.for_new_connection(ends=handshake.ends)
         description = handshake.describe(options.shared_memory)
         handshake.description_arrived(opened.peer)
         handshake.let_in(exchange.keys)

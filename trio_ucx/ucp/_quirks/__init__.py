@@ -19,9 +19,10 @@ here.
     stopped_queue     a killed writer stops a queue in shared memory
 
 What must happen inside UCX's calls is in C: ``_native/key_gate.c``, ``log.c`` and ``wake_sockets.c`` belong to the
-modules of these names; ``close_on_exec.c`` keeps UCX's descriptors out of child processes; ``sockets.c`` keeps a close
-from waiting for a full send buffer; ``keepalive.c`` leaves out endpoints without lanes; ``private_segments.c`` keeps
-other users out of shared memory. What an endpoint does after a forced close is in ``_engine/endpoint_core.py``.
+modules of these names; ``routes.c`` belongs to ``network_devices``; ``close_on_exec.c`` keeps UCX's descriptors out of
+child processes; ``sockets.c`` keeps a close from waiting for a full send buffer; ``keepalive.c`` leaves out endpoints
+without lanes; ``private_segments.c`` keeps other users out of shared memory. What an endpoint does after a forced close
+is in ``_engine/endpoint_core.py``.
 
 The modules import what they need of ``ucp``; ``tests/test_layers.py`` has their places.
 """

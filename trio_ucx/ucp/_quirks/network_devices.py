@@ -5,12 +5,16 @@ every address to which there is a route. If two hosts share one network and each
 network, ``docker0``), it may choose an address that it does not reach, or that another host has in its own networks.
 Messages then do not get through. Between the two sides of a Connection, however, the control socket has shown which
 device leads to the peer. Each side therefore tells the other only the TCP device that has its own end of the control
-socket. Devices of other transports, such as RDMA's, stay. For raw endpoints the user names the network:
+socket. If that end is a virtual address, at the loopback device, say, it is the device by which packets to the peer
+leave. Devices of other transports, such as RDMA's, stay. For raw endpoints the user names the network:
 ``Worker.open_endpoint(..., network=...)``.
 
 All TCP devices stay in three cases: the user has named devices (``NET_DEVICES=eth0,eth1``: several fast ones, say);
-both ends of the control socket are on this machine, which every device reaches; or UCX has no TCP device at that
-address.
+both ends of the control socket are on this machine, which every device reaches; or UCX has no such TCP device.
+
+A context keeps the devices that were up when it was opened, and opens no worker any more when one of them has gone. So
+a worker for Connections gets a context of its own when it is opened for a network that came later, or after a device
+went. UCX 1.20 to 1.22 also read the routes once in a process; ``_native/routes.c`` lets 1.21 and 1.22 ask again.
 
 Addresses that this host has itself are left out of the address of a peer on another host, or in another network
 namespace, unless none would be left: UCX would connect to somebody here (``key_gate.c`` refuses that).
@@ -60,23 +64,28 @@ def at_control_socket(address: WorkerAddress, ends: Ends, config: Mapping[str, s
     return _with_tcp_at(address, _towards_peer(address, ends))
 
 
-def came_later(address: WorkerAddress, ends: Ends, before: Collection[str]) -> bool:
+def came_later(address: WorkerAddress, ends: Ends, config: Mapping[str, str], before: Collection[str]) -> bool:
     """True if another worker may have a TCP device that leads to the peer of a control socket, and this one has none.
 
     Args:
+        config: the worker's options.
         before: the active addresses before the worker's context was opened.
     """
-    ip = _split(ends[0])[0]
-    return bool(address.tcp_addresses) and ip not in before and not _towards_peer(address, ends)
+    ip, device = _split(ends[0])
+    if ip in before or _towards_peer(address, ends):
+        return False
+    interface = lib.tu_interface_with(_native_address(ip, device))
+    named = (in_force("NET_DEVICES", config) or "").split(",") if names_devices(config) else None
+    return interface != 0 and (named is None or socket.if_indextoname(interface) in named)
 
 
-def is_outdated(address: WorkerAddress, ends: Ends | None, before: Collection[str]) -> bool:
+def is_outdated(address: WorkerAddress, ends: Ends | None, config: Mapping[str, str], before: Collection[str]) -> bool:
     """True if another worker needs another context: as :func:`came_later`, or because one of its devices has gone.
 
     In a context with a device that has gone, UCX opens no worker.
     """
     return not active_addresses().issuperset(address._tcp_hosts) or (
-        ends is not None and came_later(address, ends, before)
+        ends is not None and came_later(address, ends, config, before)
     )
 
 
