@@ -115,11 +115,13 @@ def test_text() -> None:
     assert "UCX_TLZ (maybe: UCX_TLS?)" in lines[at] and lines[at + 1].startswith("         -> correct the names")
 
 
-def test_few_descriptors() -> None:
-    status, found = check(under=["sh", "-c", 'ulimit -n 48 && exec "$@"', "sh"])
+@pytest.mark.parametrize("limit", [16, 48])
+def test_few_descriptors(limit: int) -> None:
+    status, found = check(under=["sh", "-c", f'ulimit -n {limit} && exec "$@"', "sh"])
     assert status == 1
-    assert found["descriptors"]["state"] == "problem" and "the limit is 48" in found["descriptors"]["found"]
+    assert found["descriptors"]["state"] == "problem" and f"the limit is {limit}" in found["descriptors"]["found"]
     assert "ulimit -n" in found["descriptors"]["advice"]
+    assert limit > 16 or "no worker can be opened: " in found["transports"]["found"]
 
 
 def test_configuration() -> None:

@@ -482,7 +482,16 @@ async def test_requests_that_were_killed_and_that_are_under_way() -> None:
                 assert "report of process" in await report_of(program)
             fcntl.flock(memfd, fcntl.LOCK_EX)
             with pytest.raises(NoReport, match="another request for a report of this process is under way"):
-                await report_of(program)
+                await report_of(program, timeout=0.2)
+
+            async def ask_too() -> None:
+                assert "report of process" in await report_of(program)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask_too)
+                nursery.start_soon(ask_too)
+                await trio.sleep(0.1)
+                fcntl.flock(memfd, fcntl.LOCK_UN)
         finally:
             os.close(memfd)
         assert "report of process" in await report_of(program, "json")

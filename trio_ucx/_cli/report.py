@@ -85,13 +85,23 @@ def _ask(pid: int, process: int, number: signal.Signals, kind: str, timeout: flo
             f"process {pid} has not called trio_ucx.report_on_signal(signal.{number.name}): the signal would end it, "
             "or do something else. Start it again with TRIO_UCX_REPORT=USR1; now only py-spy or gdb can look into it"
         )
+    deadline = time.monotonic() + timeout
     try:
-        fcntl.flock(memfd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return _exchange(memfd, process, number, kind, time.monotonic() + timeout)
-    except BlockingIOError:
-        raise NoReport("another request for a report of this process is under way: try again") from None
+        while not _lock(memfd):
+            if time.monotonic() >= deadline:
+                raise NoReport("another request for a report of this process is under way, and does not end")
+            time.sleep(LOOK)
+        return _exchange(memfd, process, number, kind, deadline)
     finally:
         os.close(memfd)
+
+
+def _lock(memfd: int) -> bool:
+    try:
+        fcntl.flock(memfd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _open_memfd(pid: int, number: signal.Signals) -> int | None:

@@ -29,10 +29,10 @@ _VARIABLE = re.compile(r"UCX_(?!WARN_UNUSED)\w+(?: \(maybe: .*?\))?")
 
 async def check_software() -> tuple[list[Finding], bool]:
     """Opens a worker as programs do. Returns what was found, and whether that worked."""
-    log, enabled = Log("trio_ucx"), []
-    with Log("trio_ucx"), ucp.open_context(EVERYTHING) as context:
-        present = resources(context)
+    log, present, enabled = Log("trio_ucx"), [], []
     try:
+        with Log("trio_ucx"), ucp.open_context(EVERYTHING) as context:
+            present = resources(context)
         with log:
             async with ucp.open_worker() as worker:
                 enabled, kinds = resources(worker.context), worker.address.shared_memory_kinds
