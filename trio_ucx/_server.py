@@ -73,7 +73,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
     def address(self) -> tuple[str, int]:
         """Its address for :func:`connect`, here and on other machines.
 
-        If it listens at all addresses of this machine, one of the devices that UCX uses.
+        If it listens at all addresses of this machine, an address of a device that UCX uses.
         """
         own = addresses_of_devices(self._listeners[0]._acceptor.engine.identity.address)
         return reachable_address([listener.address for listener in self._listeners], own)

@@ -9,7 +9,7 @@ here.
     default_options   options that trio_ucx sets
     option_limits     values of options with which UCX crashes, hangs or loses messages
     shared_memory     a kind of shared memory that is not available keeps UCX from opening a worker
-    sandboxes         what a systemd unit denies, UCX does not name
+    sandboxes         a systemd unit denies what UCX needs, and UCX does not say so
     wake_sockets      anybody can send to the sockets that wake a worker which sleeps on shared memory
     descriptors       few file descriptors left end the process
     forks             a forked child must not use UCX
