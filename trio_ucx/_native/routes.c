@@ -1,8 +1,8 @@
 /* Routes: the network interface by which packets to an address leave.
  *
- * UCX 1.21 and 1.22 read the routes once in a process, and never see those of a network that comes later
- * (ucs_netlink_init_routing_table_cache). So libuct's question for the best route is answered here: yes if UCX says so,
- * or if the kernel says so now. */
+ * UCX 1.20 to 1.22 read the routes once in a process, and never see those of a network that comes later
+ * (ucs_netlink_init_routing_table_cache). So libuct's question for a route is answered here: yes if UCX says so, or if
+ * the kernel says so now. */
 #define _GNU_SOURCE
 #include <linux/rtnetlink.h>
 #include <netinet/in.h>
@@ -13,8 +13,10 @@
 
 #include "native.h"
 
-/* Not in UCX's public headers. NULL if a release has no such function. */
+/* Not in UCX's public headers. NULL if a release has no such function: TCP asks the second in UCX 1.20, and the first
+ * later. */
 __attribute__((weak)) int ucs_netlink_is_best_route(int interface, const struct sockaddr *to);
+__attribute__((weak)) int ucs_netlink_route_exists(int interface, const struct sockaddr *to, int allow_default);
 
 /* Returns the index of the interface by which packets to an address leave; 0 if there is none, or if that cannot be
  * found out. */
@@ -71,12 +73,23 @@ static int is_best_route(int interface, const struct sockaddr *to)
     return ucs_netlink_is_best_route(interface, to) || tu_route_interface(to) == (unsigned)interface;
 }
 
+static int route_exists(int interface, const struct sockaddr *to, int allow_default)
+{
+    return ucs_netlink_route_exists(interface, to, allow_default) ||
+           (allow_default && tu_route_interface(to) == (unsigned)interface);
+}
+
 static void replace_once(void)
 {
     const void *libuct = tu_libuct();
 
-    if (ucs_netlink_is_best_route != NULL && libuct != NULL) {
+    if (libuct == NULL) {
+        return;
+    }
+    if (ucs_netlink_is_best_route != NULL) {
         tu_replace_import(libuct, "ucs_netlink_is_best_route", (const void *)(uintptr_t)is_best_route);
+    } else if (ucs_netlink_route_exists != NULL) {
+        tu_replace_import(libuct, "ucs_netlink_route_exists", (const void *)(uintptr_t)route_exists);
     }
 }
 

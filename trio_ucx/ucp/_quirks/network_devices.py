@@ -14,7 +14,7 @@ both ends of the control socket are on this machine, which every device reaches;
 
 A context keeps the devices that were up when it was opened, and opens no worker any more when one of them has gone. So
 a worker for Connections gets a context of its own when it is opened for a network that came later, or after a device
-went. UCX 1.20 to 1.22 also read the routes once in a process; ``_native/routes.c`` lets 1.21 and 1.22 ask again.
+went. UCX 1.20 to 1.22 also read the routes once in a process; ``_native/routes.c`` lets them ask again.
 
 Addresses that this host has itself are left out of the address of a peer on another host, or in another network
 namespace, unless none would be left: UCX would connect to somebody here (``key_gate.c`` refuses that).
