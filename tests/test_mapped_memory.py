@@ -37,20 +37,22 @@ LENGTHS = [
 
 async def test_copies_of_any_length_and_place(chance: random.Random) -> None:
     """They are right, and touch nothing beside them, wherever source and target lie in their cache lines."""
+    edge = 128
     async with open_endpoint_and_context("tcp,sm,self", "worker") as (endpoint, context):
         content, here = chance.randbytes(SIZE), bytearray(SIZE)
         with context.allocate(SIZE) as memory, endpoint.attach(memory.descriptor) as remote:
+            memory.memoryview[:] = content
             for length in LENGTHS:
-                for _ in range(8):
-                    there, at = chance.randrange(SIZE - length + 1), chance.randrange(SIZE - length + 1)
-                    memory.memoryview[:] = content
-                    here[:] = bytes(SIZE)
-                    await remote.get_into(memoryview(here)[at : at + length], there)
-                    assert here[at : at + length] == content[there : there + length], (length, there, at)
-                    assert not any(here[:at][-100:] + here[at + length :][:100]), (length, there, at)
-                    await remote.put(memoryview(content)[at : at + length], there)
-                    expected = content[:there] + content[at : at + length] + content[there + length :]
-                    assert memory.memoryview == expected, (length, there, at)
+                there, at = (chance.randrange(edge, SIZE - length - edge) for _ in range(2))
+                around = slice(at - edge, at + length + edge)
+                await remote.get_into(memoryview(here)[at : at + length], there)
+                assert here[around] == bytes(edge) + content[there : there + length] + bytes(edge), (length, there, at)
+                here[around] = bytes(length + 2 * edge)
+                await remote.put(memoryview(content)[at : at + length], there)
+                around = slice(there - edge, there + length + edge)
+                expected = content[around][:edge] + content[at : at + length] + content[around][-edge:]
+                assert memory.memoryview[around] == expected, (length, there, at)
+                memory.memoryview[around] = content[around]
 
 
 def mapped_pages(remote: RemoteMemory) -> int:
