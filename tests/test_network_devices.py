@@ -420,8 +420,8 @@ def test_the_device_of_the_control_socket(
     """It is the only TCP device that the peer is told, if UCX uses it; else the one that leads to the peer. Devices of
     other transports stay.
     """
-    monkeypatch.setattr(network_devices, "_beside", lambda ip, device: beside)
-    monkeypatch.setattr(network_devices, "_leading_to", lambda ip, device: leading)
+    monkeypatch.setattr(network_devices, "_beside", lambda ip: beside)
+    monkeypatch.setattr(network_devices, "_leading_to", lambda ip: leading)
     ends = control, "198.51.100.7"
     assert kept(network_devices.at_control_socket(made_up(*hosts), ends, {"NET_DEVICES": "all"})) == expected
 
@@ -448,9 +448,9 @@ def test_devices_that_the_user_names(
 
 
 def test_addresses_of_a_network_device() -> None:
-    assert "127.0.0.1" in network_devices._beside("127.0.0.1", "")
-    assert network_devices._beside("198.51.100.7", "") == []
-    assert "127.0.0.1" in network_devices._leading_to("127.0.0.1", "")
+    assert "127.0.0.1" in network_devices._beside("127.0.0.1")
+    assert network_devices._beside("198.51.100.7") == []
+    assert "127.0.0.1" in network_devices._leading_to("127.0.0.1")
     assert "127.0.0.1" in network_devices.active_addresses()
 
 

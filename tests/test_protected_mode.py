@@ -203,6 +203,7 @@ async def test_only_root_counts_besides_this_user(worker: ucp.Worker, monkeypatc
 @pytest.fixture
 def from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake_side, "leads_to_this_machine", lambda control: control.family == socket.AF_UNIX)
+    monkeypatch.setattr(handshake_side, "is_loopback", lambda host: False)  # nobody elsewhere has only such addresses
 
 
 async def connects(worker: ucp.Worker, listener: trio_ucx.Listener, **options: Any) -> bool:

@@ -326,7 +326,7 @@ def test_lines_of_ucx(logged: bool, caplog: pytest.LogCaptureFixture, capfd: pyt
     file, function, text = texts
     line = ffi.new("tu_log_line_t *", {"level": 1, "number": 3, "file": file, "function": function, "text": text})
     if logged:
-        ucx_log._log(line)
+        ucx_log._log(line, 0)
         [message] = [record.getMessage() for record in caplog.records]
         check(message)
     else:

@@ -819,7 +819,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """Asks the peer's library for an answer, over UCX like a message, and returns the seconds until it has come.
 
         A peer that is stopped, or whose Trio loop is blocked, does not answer: set a timeout. Unread messages do not
-        delay the answer. Those of a peer that has closed can still be received.
+        delay the answer. What arrived before the peer closed can still be received.
 
         Cancellation: it has no effect.
 

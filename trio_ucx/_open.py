@@ -124,12 +124,12 @@ class _Destination:
                 raise
             raise _with_errno(error) from error.__cause__
 
-    async def others(self, tried: str) -> list[_Destination]:
+    async def others(self, tried: str, deadline: float) -> list[_Destination]:
         """Returns the same destination with each other IP address of its host."""
         if isinstance(self.address, str):
             return []
         found: list[Resolved] = []
-        with trio.move_on_after(self.timeout), suppress(OSError):
+        with trio.move_on_at(deadline), suppress(OSError):
             found = await resolve(*self.address)
         ips = [f"{each.ip}%{each.scope}" if each.scope else each.ip for each in found if each.ip != tried]
         return [attrs.evolve(self, ip=ip) for ip in ips]
@@ -241,21 +241,23 @@ async def _open_one(destination: _Destination, exchange_options: ExchangeOptions
         )
 
     def connector(destination: _Destination) -> Connector:
-        return Connector(
-            registry, destination.open_socket, destination.label, exchange_options, options, destination.timeout
-        )
+        left = deadline - trio.current_time()
+        return Connector(registry, destination.open_socket, destination.label, exchange_options, options, left)
 
+    deadline = trio.current_time() + destination.timeout
     first = connector(destination)
     try:
         return Connection._wrap(await first.run())
     except OSError:
-        if first.met_stranger and first.remote is not None:
-            for other in await destination.others(first.remote[0]):
+        if first.met_other_program and first.remote is not None:
+            for other in await destination.others(first.remote[0], deadline):
                 again = connector(other)
+                if again.timeout <= 0:
+                    break
                 try:
                     return Connection._wrap(await again.run())
                 except OSError:
-                    if again.remote is not None and not again.met_stranger:  # this is the listener, and says why
+                    if again.remote is not None and not again.met_other_program:  # this is the listener, and says why
                         raise
         raise
 
@@ -336,8 +338,8 @@ def connect(
             ``["a:1", "b:1"]``, are tried in this order until one succeeds. If another program listens at one IP address
             of a host, its others are tried.
         worker: the worker of the connection; by default the run's shared worker.
-        connect_timeout: seconds for everything at one address: the look-up of the name, the control socket, the
-            exchange and the greeting over UCX.
+        connect_timeout: seconds for everything at one address, all IP addresses of its host included: the look-up of
+            the name, the control socket, the exchange and the greeting over UCX.
         close_timeout: seconds that closing may take.
         window: bytes of unread messages that we hold at most; then the peer's sends wait.
         max_message_size: the longest message that :meth:`Connection.receive` allocates memory for.

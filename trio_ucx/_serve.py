@@ -187,8 +187,8 @@ async def serve_ucx(
     with a log line that has the handler's name and where it stood (logger ``trio_ucx``): ``trio.EndOfChannel`` and
     :class:`PeerClosed`, when the client has closed in order, at DEBUG, and the connection is closed gracefully;
     :class:`PeerLost`, :class:`MessageTooLong`, :class:`UnexpectedMessage`, and the ``MemoryError`` for a message, at
-    WARNING (INFO if the client left by force before it sent anything), one line a minute for each reason. They are
-    removed from exception groups. Every other exception ends the server, as in Trio: an error of another connection
+    WARNING (INFO if the client had sent nothing and its process did not die), one line a minute for each reason. They
+    are removed from exception groups. Every other exception ends the server, as in Trio: an error of another connection
     that the handler uses, ``trio.ClosedResourceError``, or an exception that was raised from an error of its own
     connection, as ``trio.SSLStream`` does.
 

@@ -135,7 +135,7 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
             How many handlers this call has cancelled.
 
         A handler, or an rpc method, may call it: it neither waits for that handler nor cancels it, and returns when all
-        others have ended. Of handlers that have called it, only a call from elsewhere waits for or cancels one.
+        others have ended. Nor does it for other handlers that have called it; a call from elsewhere does for all.
 
         Cancellation: the server goes on draining, without a timeout; call again.
 
@@ -163,14 +163,14 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
         for scope in (*(self._handlers[one] for one in left), *self._closing.values()):
             scope.deadline = self._deadline
         if left:
-            await self._wait_until(lambda: self._handlers.keys() <= spared and not self._closing)
+            await self._wait_until(lambda: self._handlers.keys() | self._closing.keys() <= spared)
         await trio.lowlevel.checkpoint()
         return len(left)
 
     def _handler_of_this_task(self) -> Connection | None:
         """Returns the connection whose handler cannot end before the current task has ended, if there is one.
 
-        Tasks tell, not context variables: a task that a handler starts in a nursery of others does not hold it up.
+        By nurseries, not by a context variable: a task in the nursery of another one does not hold the handler up.
         """
         task: trio.lowlevel.Task | None = trio.lowlevel.current_task()
         while task is not None and task not in self._tasks:
@@ -325,8 +325,9 @@ class Server(Sequence[Listener], metaclass=OpenedNotConstructed):
         else:
             _, _, received, _ = connection._link.traffic()
             reason = connection._link.life.reason
-            left = not received and reason not in ("ended", "vanished")  # it may have given up its connect
-            self._log.log((type(error), reason, place, how, left), logging.INFO if left else logging.WARNING, line)
+            gave_up = not received and reason not in ("ended", "vanished")  # its connect, perhaps
+            level = logging.INFO if gave_up else logging.WARNING
+            self._log.log((type(error), reason, place, how, level), level, line)
 
     def _takes(self, connection: Connection, error: BaseException) -> bool:
         """True if ``on_handler_error`` takes a handler's exception, which then does not end the server."""

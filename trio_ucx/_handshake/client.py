@@ -46,8 +46,8 @@ class Connector:
         self.timeout = timeout
         #: What the client waits for, for the TimeoutError; "": messages over UCX.
         self.stage = ""
-        #: Whether something else than a trio_ucx listener has answered the last attempt, or ended it at once.
-        self.met_stranger = False
+        #: Whether something other than a trio_ucx listener has answered the last attempt, or ended it at once.
+        self.met_other_program = False
         self._registry = registry
         self._options = options
         self._open_socket = open_socket
@@ -122,7 +122,7 @@ class Connector:
             reason = str(error)
             text = f"cannot connect to {self.label}: {error}"
             if isinstance(error, UnknownProtocol):
-                self.met_stranger = True
+                self.met_other_program = True
                 raise NotTrioUCX(errno.EPROTO, f"{text}; is it a trio_ucx listener?", self.label) from error
             raise refusal(RefusalCode.NOT_ADMITTED, text, self.label) from error
         except UCXError as error:
@@ -135,7 +135,7 @@ class Connector:
             raise
         except OSError as error:
             reason = error.strerror or str(error)
-            self.met_stranger = exchange.state is ExchangeState.PREAMBLE
+            self.met_other_program = exchange.state is ExchangeState.PREAMBLE
             error = self._named(error)
             raise error from error.__cause__
         finally:

@@ -55,10 +55,10 @@ def why_tls_failed(error: ssl.SSLError) -> tuple[str, str]:
             now = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
             advice = f"is this machine's clock right? It says {now} UTC, and the certificate is not valid then"
     elif "CERTIFICATE_EXPIRED" in reason:
-        advice = "is the clock of the peer's machine right? By that, the certificate of this side has expired"
+        advice = "is the clock of the peer's machine right? By it, the certificate of this side has expired"
     elif "ALERT_BAD_CERTIFICATE" in reason:
         advice = (
-            "is the clock of the peer's machine right? By that, the certificate of this side is not valid yet, or it "
+            "is the clock of the peer's machine right? By it, the certificate of this side is not valid yet, or it "
             "does not have the name that the peer wants"
         )
     return reason, advice

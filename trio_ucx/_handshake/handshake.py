@@ -588,8 +588,8 @@ class Handshake:
         """Ends the handshake with an error. Failed or opened already: no effect.
 
         Args:
-            reason: for the client, if it is not the text of the error. (For a server the connection may be open, so
-                that a client cannot refuse it any more.)
+            reason: for the client, if it is not the text of the error. (A client sends none: for the server the
+                connection may be open.)
         """
         if self.opened.outcome is None:
             failure = error if isinstance(error, OSError) else ConnectionError(str(error))

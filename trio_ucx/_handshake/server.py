@@ -193,7 +193,7 @@ class Acceptor:
         self._places = trio.lowlevel.ParkingLot()
         self._acceptors = Waiters()
         #: The last client of trio_ucx that was turned away, and why; "" if none was.
-        self.last_refused = ""
+        self.last_turned_away = ""
         self._log = LimitedLog()
         self._id = self.engine.next_id()
         self.engine.teardown.children[self._id] = self._unclosed
@@ -348,7 +348,7 @@ class Acceptor:
                 contained(handshake.close, Refused(reason_for_peer, why) if link is None else None)
                 if exchange.state is not ExchangeState.PREAMBLE:  # it speaks our protocol
                     if kind != AGAIN:
-                        self.last_refused = f"{client.label}: {reason}"
+                        self.last_turned_away = f"{client.label}: {reason}"
                     contained(exchange.refuse, reason_for_peer, why)
                 contained(client.stream.close, answer + exchange.data_to_send())
                 self._log_rejection(kind, client.label, reason, cause)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import mmap
 import os
@@ -56,7 +57,7 @@ _WHILE_LOADING = {"UCX_HANDLE_ERRORS": "none", "UCX_DEBUG_SIGNO": "0", "UCX_LOG_
 #: UCX patches eight functions of the C library while it is loaded, and waits 50 ms at each for other threads that may
 #: be in the middle of it. With one thread there is nothing to wait for.
 _WITH_ONE_THREAD = {"UCX_MEM_BISTRO_GRACE_DURATION": "0"}
-#: Where it may not do that, it would write two lines to stdout. (Of the other modes, "reloc" crashes.)
+#: Where UCX may not patch them, it would write two lines to stdout. (Of the other modes, "reloc" crashes.)
 MEMORY_HOOKS = "UCX_MEM_MMAP_HOOK_MODE"
 
 
@@ -80,12 +81,13 @@ def _unobtrusive() -> Iterator[None]:
                 os.environ[name] = old
 
 
+@functools.cache
 def _may_patch() -> bool:
     """True if this process may have memory that is writable and executable."""
     flags, access = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
     try:
         mmap.mmap(-1, mmap.PAGESIZE, flags, access).close()
-    except PermissionError:  # a seccomp filter, PR_SET_MDWE or SELinux
+    except OSError:  # a seccomp filter, PR_SET_MDWE or SELinux
         return False
     return True
 
@@ -252,6 +254,7 @@ def _load() -> tuple[Any, Any, UCXLibrary]:
             f"{_IMPORT_FIRST}, or unset the variable"
         )
     lib.tu_close_on_exec()
+    lib.tu_follow_routes()
     if not os.environ.get("UCX_LOG_FILE"):  # else the user has chosen where the lines go
         lib.tu_log_begin()
     return lib, ffi, library

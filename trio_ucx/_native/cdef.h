@@ -196,6 +196,9 @@ void tu_test_refuse_memory(int64_t allowed);
 /* close_on_exec.c */
 void tu_close_on_exec(void);
 
+/* routes.c */
+void tu_follow_routes(void);
+
 /* sockets.c */
 unsigned tu_sockets_make_room(int efd);
 
@@ -278,9 +281,11 @@ bool tu_operation_cancel(tu_worker_t *worker, uint64_t id);
 
 /* sockaddr.c */
 bool tu_is_own_address(const tu_address_t *address);
-unsigned tu_interface_with(const tu_address_t *address);
-unsigned tu_interface_to(const tu_address_t *address);
-int tu_interface_addresses(unsigned index, tu_address_t *out, int size);
+#define TU_ACTIVE -1 /* all interfaces that are up and have a carrier */
+
+int tu_interface_with(const tu_address_t *address);
+int tu_interface_to(const tu_address_t *address);
+int tu_interface_addresses(int index, tu_address_t *out, int size);
 
 /* endpoint.c */
 int tu_endpoint_connect(tu_worker_t *worker, uint64_t id, const tu_address_t *remote, const tu_address_t *local,

@@ -5,8 +5,8 @@
  * libraries therefore call these functions, which set the flag as they open. accept() is replaced in key_gate.c. What
  * others open has the flag already: shm_open(), UCX's eventfd(), and the libraries of RDMA cards.
  *
- * UCX_LOG_FILE, which UCX opens while it is loaded, is inherited. If an import cannot be replaced, neither can those
- * without which no worker with TCP or shared memory opens (key_gate.c, wake_sockets.c). */
+ * UCX_LOG_FILE, which UCX opens while it is loaded, is inherited. Where imports cannot be
+ * replaced, workers with TCP or shared memory do not open anyway (key_gate.c, wake_sockets.c). */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

@@ -27,7 +27,6 @@ int tu_context_create(const char **names, const char **values, size_t count, uin
         return UCS_ERR_NO_MEMORY;
     }
     (void)tu_keep_segments_private();
-    tu_follow_routes();
     context->features = features;
     status = ucp_config_read(NULL, NULL, &context->config);
     if (status != UCS_OK) {

@@ -811,9 +811,9 @@ static int gate_connect(int fd, const struct sockaddr *address, socklen_t length
         pair = gate->own;
     }
     if (pair != NULL ? !make_proof(new, pair) : network == NULL) {
-        /* It was left, which is no news (HARMLESS in log.py); or it has not been let in, or is on another host and not
-         * meant. */
-        errno = !elsewhere && ended_at(gate, &place) ? ECANCELED : EACCES;
+        /* ECANCELED: a pair for this place has just ended, which is no news (HARMLESS in log.py). EACCES: the place was
+         * not let in. */
+        errno = pair == NULL && !elsewhere && ended_at(gate, &place) ? ECANCELED : EACCES;
         pthread_mutex_unlock(&mutex);
         free(new);
         return -1;

@@ -123,7 +123,6 @@ bool tu_replace_import(const void *inside, const char *name, const void *functio
 /* ---- routes (routes.c) ---- */
 
 unsigned tu_route_interface(const struct sockaddr *to);
-void tu_follow_routes(void);
 
 /* ---- the UCX library (library.c) ---- */
 

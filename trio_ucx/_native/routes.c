@@ -6,15 +6,14 @@
 #define _GNU_SOURCE
 #include <linux/rtnetlink.h>
 #include <netinet/in.h>
-#include <pthread.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include "native.h"
 
-/* Not in UCX's public headers. NULL if a release has no such function: TCP asks the second in UCX 1.20, and the first
- * later. */
+/* Not in UCX's public headers. NULL if a release has no such function. TCP calls route_exists in UCX 1.20, and
+ * is_best_route later. */
 __attribute__((weak)) int ucs_netlink_is_best_route(int interface, const struct sockaddr *to);
 __attribute__((weak)) int ucs_netlink_route_exists(int interface, const struct sockaddr *to, int allow_default);
 
@@ -79,7 +78,9 @@ static int route_exists(int interface, const struct sockaddr *to, int allow_defa
            (allow_default && tu_route_interface(to) == (unsigned)interface);
 }
 
-static void replace_once(void)
+/* Lets UCX use routes that have come since it was first used. Where that is impossible, new networks need a new
+ * process. Called once, when UCX has been loaded. */
+void tu_follow_routes(void)
 {
     const void *libuct = tu_libuct();
 
@@ -91,12 +92,4 @@ static void replace_once(void)
     } else if (ucs_netlink_route_exists != NULL) {
         tu_replace_import(libuct, "ucs_netlink_route_exists", (const void *)(uintptr_t)route_exists);
     }
-}
-
-/* Lets UCX use routes that have come since it was first used. Where that is impossible, new networks need a new process. */
-void tu_follow_routes(void)
-{
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-
-    pthread_once(&once, replace_once);
 }

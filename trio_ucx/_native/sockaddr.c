@@ -115,19 +115,19 @@ bool tu_is_own_address(const tu_address_t *address)
            tu_sockaddr_is_own((const struct sockaddr *)&storage, length);
 }
 
-/* Returns the index of the network interface that has exactly this address; 0 if none has, or if the system does not
+/* Returns the index of the network interface that has exactly this address; 0 if none has, -1 if the system does not
  * say. (The kernel also binds to other addresses, such as 127.0.0.2.) */
-unsigned tu_interface_with(const tu_address_t *address)
+int tu_interface_with(const tu_address_t *address)
 {
     struct ifaddrs *all, *each;
-    unsigned index = 0;
+    int index = 0;
 
     if (getifaddrs(&all) < 0) {
-        return 0;
+        return -1;
     }
     for (each = all; each != NULL && index == 0; each = each->ifa_next) {
         if (is_same_address(each, address)) {
-            index = if_nametoindex(each->ifa_name);
+            index = (int)if_nametoindex(each->ifa_name);
         }
     }
     freeifaddrs(all);
@@ -135,19 +135,19 @@ unsigned tu_interface_with(const tu_address_t *address)
 }
 
 /* Returns the index of the network interface by which packets to an address leave; 0 if that is not known. */
-unsigned tu_interface_to(const tu_address_t *address)
+int tu_interface_to(const tu_address_t *address)
 {
     struct sockaddr_storage storage;
     socklen_t length;
 
     return tu_sockaddr_make(&storage, &length, address->family, address->ip, 0, address->scope)
-               ? tu_route_interface((const struct sockaddr *)&storage)
+               ? (int)tu_route_interface((const struct sockaddr *)&storage)
                : 0;
 }
 
-/* Finds the addresses of the network interface with this index; 0: of all that are up and have a carrier. Returns how
- * many there are, of which `out` gets the first; 0 if the system does not say. */
-int tu_interface_addresses(unsigned index, tu_address_t *out, int size)
+/* Finds the addresses of the network interface with this index; TU_ACTIVE: of all that are up and have a carrier.
+ * Returns how many there are, of which `out` gets the first; 0 if the system does not say. */
+int tu_interface_addresses(int index, tu_address_t *out, int size)
 {
     struct ifaddrs *all, *each;
     int count = 0;
@@ -156,8 +156,8 @@ int tu_interface_addresses(unsigned index, tu_address_t *out, int size)
         return 0;
     }
     for (each = all; each != NULL; each = each->ifa_next) {
-        bool is_meant      = index == 0 ? (each->ifa_flags & IFF_UP) != 0 && (each->ifa_flags & IFF_RUNNING) != 0
-                                        : if_nametoindex(each->ifa_name) == index;
+        bool is_meant = index == TU_ACTIVE ? (each->ifa_flags & IFF_UP) != 0 && (each->ifa_flags & IFF_RUNNING) != 0
+                                           : (int)if_nametoindex(each->ifa_name) == index;
         tu_address_t found = {0};
 
         if (is_meant && address_of(each, &found)) {

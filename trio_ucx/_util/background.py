@@ -7,14 +7,16 @@ from contextvars import copy_context
 
 import trio
 
+from .contained import contained
+
 
 class BackgroundNursery:
-    """A nursery in a system task, which an ``async with`` block opens, and cancels at its end.
+    """A nursery in a system task. An ``async with`` block opens it, and cancels it at its end.
 
     The block's exceptions stay what they are. A program may drop the block, with an async generator that it does not
     read to its end: it is then left in another task. Trio does not survive that with a nursery of the block's task.
 
-    KeyboardInterrupt would end the run, so all its tasks must be protected.
+    KeyboardInterrupt would end the run, so all its tasks must be protected from it.
 
     Args:
         failed: called when the nursery has failed.
@@ -44,7 +46,11 @@ class BackgroundNursery:
             async with trio.open_nursery() as self._nursery:
                 opened.set()
                 await trio.sleep_forever()
-        except Exception as error:
-            self._failed(error)
+        except BaseExceptionGroup as error:  # at the end of the run, tasks that are cancelled may fail, too
+            failure, cancelled = error.split(Exception)
+            if failure is not None:
+                contained(self._failed, failure)
+            if cancelled is not None:
+                raise cancelled from None
         finally:
             self._ended.set()

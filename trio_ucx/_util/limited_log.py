@@ -17,7 +17,7 @@ LOG_INTERVAL = 60.0
 
 
 class LimitedLog:
-    """Logs the first event of a kind at once, and later ones once in LOG_INTERVAL: the last one, and their number."""
+    """Logs the first event of a kind at once; then one line each LOG_INTERVAL: the last event, and how many others."""
 
     def __init__(self) -> None:
         self._last: dict[Hashable, float] = {}
@@ -28,6 +28,9 @@ class LimitedLog:
         return kind in self._last
 
     def log(self, kind: Hashable, level: int, line: str, cause: BaseException | None = None) -> None:
+        contained(self._log, kind, level, line, cause)  # a filter of the user's may raise
+
+    def _log(self, kind: Hashable, level: int, line: str, cause: BaseException | None) -> None:
         now = time.monotonic()
         next_line = self._last.get(kind, -LOG_INTERVAL) + LOG_INTERVAL
         if now >= next_line:

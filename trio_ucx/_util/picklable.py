@@ -8,8 +8,8 @@ from typing import Any
 class Picklable(BaseException):
     """An exception that is pickled and copied by its ``args`` and its attributes, without a call of its constructor.
 
-    An exception of Python's calls its constructor with its ``args``. If that fails in a parent process, the whole
-    ``ProcessPoolExecutor`` breaks. Of each exception Python leaves out the cause, the context and the traceback.
+    Otherwise Python calls the constructor with ``args``. If that fails in a parent process, the whole
+    ``ProcessPoolExecutor`` breaks. Pickling drops the cause, the context and the traceback of every exception.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

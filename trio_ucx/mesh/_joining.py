@@ -130,12 +130,12 @@ async def _services(members: Members, worker: Worker | None, options: dict[str, 
         members.lose(members.rank, f"an internal error: {error!r}")
         links.end()
 
-    try:
-        async with BackgroundNursery("trio_ucx.mesh", failed) as nursery:
-            links = Links(members, nursery, worker, options)
+    async with BackgroundNursery("trio_ucx.mesh", failed) as nursery:
+        links = Links(members, nursery, worker, options)
+        try:
             yield links
-    finally:
-        links.end()
+        finally:
+            links.end()
 
 
 @asynccontextmanager

@@ -123,7 +123,7 @@ class Coordinator:
         turned_away = [
             f"rank 0's listener turned away {client}"
             for each in self._listeners
-            if (client := each._acceptor.last_refused)
+            if (client := each._acceptor.last_turned_away)
         ]
         return (
             f"{'; '.join(filter(None, (absent, impatient, *refused, *turned_away)))}. Look whether all processes were "

@@ -163,6 +163,9 @@ class ReopenedConnections:
         except Exception as error:
             opening.failure = error
             return
+        except trio.Cancelled:  # the nursery ends
+            self.closed = True
+            raise
         finally:
             self._opening = None
             opening.done.set()

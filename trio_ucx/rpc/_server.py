@@ -88,7 +88,7 @@ class Call(metaclass=OpenedNotConstructed):
         There are none if it was called with :meth:`Client.call`. An item with buffers is a :class:`Reply`. The client
         waits where the handler does not read fast enough. A step raises :class:`CallError` if the client has sent
         something else. If the client has left the call, or is gone, the handler is cancelled; a step that is shielded
-        from that raises :class:`PeerLost`.
+        from that raises :class:`trio_ucx.PeerLost`.
 
         Cancellation: a cancelled step loses no item.
 
@@ -159,7 +159,7 @@ class _Serving:
         room: set when one of them is not busy any more.
         kept: the idle conversations, that which has been idle for the longest time first.
         running: the methods that run.
-        cut_off: those that ran when the connection ended, and how often.
+        cut_off: how many calls of each method ran when the connection ended.
     """
 
     connection: Connection

@@ -1,4 +1,4 @@
-"""Which transports two workers use. Both sides of a Connection compute the same."""
+"""Which transports two workers use. Both sides of a Connection come to the same result."""
 
 from __future__ import annotations
 

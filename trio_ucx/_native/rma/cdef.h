@@ -31,7 +31,7 @@ int64_t tu_get(tu_endpoint_t *endpoint, void *address, size_t length, int memory
 
 /* How far a mapping of remote memory has been prepared: mapped.c. */
 typedef struct tu_preparation {
-    uint64_t copied;           /* bytes, since it last went on */
+    uint64_t copied;           /* bytes copied since its last step */
     uint64_t left;             /* bytes, from the beginning of the memory */
 } tu_preparation_t;
 

@@ -5,24 +5,17 @@
  * meets other memory. Those that begin later are refused: the memory's token lies behind it, and the owner erases it.
  */
 #define _GNU_SOURCE
-#include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "rma/transfer.h"
 
-#define NO_SUCH_ACTION (-1)
-
 /* Returns true if the token is at this address of a mapping. There may be nothing: UCX maps as many bytes as the key
- * says of whatever file the owner's descriptor is now, and a load beyond the end of a file is a SIGBUS. So the kernel
- * looks first: rt_sigprocmask reads the mask before it refuses the action. */
+ * says of whatever file the owner's descriptor is now, and a load beyond the end of a file is a SIGBUS. */
 bool tu_mapped_has_token(const char *at, const char *token)
 {
-    return (uintptr_t)at % sizeof(uint64_t) == 0 &&
-           (syscall(SYS_rt_sigprocmask, NO_SUCH_ACTION, at, NULL, sizeof(uint64_t)) == 0 || errno != EFAULT) &&
-           memcmp(at, token, TU_TOKEN_SIZE) == 0;
+    return (uintptr_t)at % sizeof(uint64_t) == 0 && tu_can_read(at) && memcmp(at, token, TU_TOKEN_SIZE) == 0;
 }
 
 /* Returns true if the owner has not closed the memory. An owner without trio_ucx cannot say so. */

@@ -1,6 +1,6 @@
 """Refuses buffers in mapped files that have been truncated: where the file has ended, there is no memory.
 
-Touching it is a SIGBUS, in shared memory at the peer's side, too. Over TCP the kernel refuses to send it, and UCX then
+An access is a SIGBUS, over shared memory also at the peer. Over TCP the kernel refuses to send it, and UCX then
 fails the endpoint, with all its connections. A file that is truncated later, during the transfer, still has these
 effects, as it has on whatever else reads the mapping.
 """

@@ -37,7 +37,7 @@ HARMLESS = (
     # The peer ended while UCX connected to it. The endpoint fails, and the waiting tasks get the error. Or the peer has
     # closed a connection that UCX accepts: when both sides connect at once, one of them closes its own.
     (b"/tcp_cm.c", re.compile(rb"tcp_(ep|iface) \S+: connection establishment for socket fd -?\d+ ")),
-    # A sandbox lets UCX find no network device: our own warning says so once (``sandboxes``).
+    # A sandbox lets UCX find no network device: our own warning says so (``sandboxes``).
     (
         b"/sock.c",
         re.compile(rb"getifaddrs error: (Address family not supported|Operation not permitted|Permission denied)"),

@@ -12,9 +12,9 @@ leave. Devices of other transports, such as RDMA's, stay. For raw endpoints the 
 All TCP devices stay in three cases: the user has named devices (``NET_DEVICES=eth0,eth1``: several fast ones, say);
 both ends of the control socket are on this machine, which every device reaches; or UCX has no such TCP device.
 
-A context keeps the devices that were up when it was opened, and opens no worker any more when one of them has gone. So
-a worker for Connections gets a context of its own when it is opened for a network that came later, or after a device
-went. UCX 1.20 to 1.22 also read the routes once in a process; ``_native/routes.c`` lets them ask again.
+A context keeps the devices that were up when it was opened, and opens no more workers once one of them has gone.
+Therefore a worker for Connections gets a context of its own when it is opened for a network that came later, or after a
+device went. UCX 1.20 to 1.22 also read the routes once in a process; ``_native/routes.c`` asks again.
 
 Addresses that this host has itself are left out of the address of a peer on another host, or in another network
 namespace, unless none would be left: UCX would connect to somebody here (``key_gate.c`` refuses that).
@@ -43,8 +43,6 @@ from .option_limits import in_force
 
 #: The IP addresses of a control socket to another machine: of our end, and of the peer's.
 Ends = tuple[str, str]
-#: The most addresses that are looked at.
-_MOST = 1024
 
 
 def names_devices(config: Mapping[str, str]) -> bool:
@@ -71,12 +69,16 @@ def came_later(address: WorkerAddress, ends: Ends, config: Mapping[str, str], be
         config: the worker's options.
         before: the active addresses before the worker's context was opened.
     """
-    ip, device = _split(ends[0])
+    ip = _plain(ends[0])
     if ip in before or _towards_peer(address, ends):
         return False
-    interface = lib.tu_interface_with(_native_address(ip, device))
-    named = (in_force("NET_DEVICES", config) or "").split(",") if names_devices(config) else None
-    return interface != 0 and (named is None or socket.if_indextoname(interface) in named)
+    interface = lib.tu_interface_with(_native_address(ip))
+    if interface <= 0 or not names_devices(config):
+        return interface > 0
+    try:
+        return socket.if_indextoname(interface) in (in_force("NET_DEVICES", config) or "").split(",")
+    except OSError:  # it has just gone
+        return False
 
 
 def is_outdated(address: WorkerAddress, ends: Ends | None, config: Mapping[str, str], before: Collection[str]) -> bool:
@@ -95,20 +97,19 @@ def _towards_peer(address: WorkerAddress, ends: Ends) -> frozenset[str]:
     That is the device which has our end of the control socket. If UCX has none there, or only loopback, it is the one
     by which packets to the peer leave: our end may be a virtual address, at the loopback device or at a bridge.
     """
-    ours, peer = map(_split, ends)
-    if ours[0] in address._tcp_hosts:
-        return frozenset([ours[0]])
-    return _usable(address, _beside(*ours)) or _usable(address, _leading_to(*peer))
+    ours, peer = map(_plain, ends)
+    if ours in address._tcp_hosts:
+        return frozenset([ours])
+    return _usable(address, _beside(ours)) or _usable(address, _leading_to(peer))
 
 
 def _usable(address: WorkerAddress, hosts: Collection[str]) -> frozenset[str]:
     return frozenset(host for host in hosts if host in address._tcp_hosts and not is_loopback(host))
 
 
-def _split(host: str) -> tuple[str, str]:
-    """An IP address, and the name of its device if it is a link-local one with that."""
-    ip, _, device = host.removeprefix("::ffff:").partition("%")
-    return ip, device
+def _plain(host: str) -> str:
+    """An IP address without a zone, and without the prefix of IPv4 on an IPv6 socket."""
+    return host.removeprefix("::ffff:").partition("%")[0]
 
 
 def without_own(address: WorkerAddress, ours: WorkerAddress) -> WorkerAddress:
@@ -171,37 +172,32 @@ def _changed(address: WorkerAddress, hosts: Collection[str], **parts: bytes) -> 
 def addresses_of_devices(address: WorkerAddress) -> list[str]:
     """Returns the IP addresses of the TCP devices that a worker of this process uses: first those where UCX listens."""
     hosts = list(address._tcp_hosts)
-    return list(dict.fromkeys([*hosts, *(beside for host in hosts for beside in _beside(host, ""))]))
+    return list(dict.fromkeys([*hosts, *(beside for host in hosts for beside in _beside(host))]))
 
 
-def _beside(ip: str, device: str) -> list[str]:
-    """The addresses of the network device that has this address: UCX listens at one of them.
-
-    Args:
-        device: its name, for a link-local address; otherwise "".
-    """
-    interface = lib.tu_interface_with(_native_address(ip, device))
-    return _addresses(interface) if interface else []
+def _beside(ip: str) -> list[str]:
+    """The addresses of the network device that has this address: UCX listens at one of them."""
+    interface = lib.tu_interface_with(_native_address(ip))
+    return _addresses(interface) if interface > 0 else []
 
 
-def _leading_to(ip: str, device: str) -> list[str]:
+def _leading_to(ip: str) -> list[str]:
     """The addresses of the network device by which packets to an address leave."""
-    interface = lib.tu_interface_to(_native_address(ip, device))
-    return _addresses(interface) if interface else []
+    return _addresses(lib.tu_interface_to(_native_address(ip)))
 
 
 def active_addresses() -> frozenset[str]:
     """Returns the addresses of this host's network devices that are up and have a carrier: UCX uses no others."""
-    return frozenset(_addresses(0))
+    return frozenset(_addresses(lib.TU_ACTIVE))
 
 
-def _native_address(ip: str, device: str) -> Any:
-    scope = socket.if_nametoindex(device) if device else 0
-    return ffi.new("tu_address_t *", (int(family_of(ip)), ip.encode(), 0, scope))
+def _native_address(ip: str) -> Any:
+    return ffi.new("tu_address_t *", (int(family_of(ip)), ip.encode(), 0, 0))
 
 
 def _addresses(interface: int) -> list[str]:
-    """The addresses of the network device with this index; 0: of all that are active."""
-    found = ffi.new("tu_address_t[]", _MOST)
-    count = lib.tu_interface_addresses(interface, found, _MOST)
-    return [ffi.string(found[number].ip).decode() for number in range(min(count, _MOST))]
+    """The addresses of the network device with this index."""
+    size = lib.tu_interface_addresses(interface, ffi.NULL, 0)
+    found = ffi.new("tu_address_t[]", size)
+    count = lib.tu_interface_addresses(interface, found, size)
+    return [ffi.string(found[number].ip).decode() for number in range(min(count, size))]

@@ -1,4 +1,4 @@
-"""What a hardened systemd unit, or another sandbox, may deny and UCX needs: names the cause, and the setting.
+"""Names the setting where a hardened systemd unit, or another sandbox, denies what UCX needs.
 
 UCX logs "getifaddrs error" for each network device, writes "failed to install bistro hook" to stdout as it is loaded,
 or fails with IO_ERROR. Where UCX may not patch the C library, it is told to do without memory hooks (``_native``).
@@ -39,11 +39,11 @@ def check(transports: str) -> None:
             MEMORY_HOOKS,
         )
     wanted = {each.strip() for each in transports.split(",")}
-    names_others = transports.startswith("^")
-    allowed = not {"tcp", "^tcp"} & wanted if names_others else {"", "all", "tcp"} & wanted
+    excludes = transports.startswith("^")
+    allowed = not {"tcp", "^tcp"} & wanted if excludes else {"", "all", "tcp"} & wanted
     if not allowed or not (problem := no_network_devices()):
         return
-    if not names_others and reaches_nobody(wanted - {"tcp"}):
+    if not excludes and reaches_nobody(wanted - {"tcp"}):
         raise OSError(errno.ENODEV, f"TLS={transports!r} allows nothing but TCP, and UCX has none: {problem}")
     logger.warning("UCX does without TCP: %s", problem)
 
