@@ -256,6 +256,30 @@ trio.run(main)
     assert result.returncode == 0, result.stderr[-3000:]
 
 
+@pytest.mark.parametrize("left", [15, 6])
+def test_dev_shm_that_fills_up_later(left: int) -> None:
+    """UCX's worker gets no memory as soon as less than 16 MiB are left, and crashes."""
+    code = """
+import errno, os, sys, trio
+from trio_ucx import ucp
+async def main():
+    with ucp.open_context({"TLS": "posix,self"}) as context:
+        with open("/dev/shm/filler", "wb") as file:
+            state = os.statvfs("/dev/shm")
+            os.posix_fallocate(file.fileno(), 0, state.f_bavail * state.f_bsize - int(sys.argv[1]) * 2**20)
+        try:
+            async with ucp.open_worker(context=context):
+                pass
+        except OSError as error:
+            assert error.errno == errno.ENOSPC and "/dev/shm has" in str(error), error
+            return
+    raise AssertionError("it was opened")
+trio.run(main)
+"""
+    result = Limits("", "mount -t tmpfs -o size=64m tmpfs /dev/shm").run(code, str(left))
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
 #: Kills processes that open a worker and send messages, in the first moments of their lives. Says what they left.
 KILLER = """
 import json, os, random, signal, time

@@ -69,7 +69,7 @@ def restrict(options: Mapping[str, str]) -> dict[str, str]:
 def check(options: Mapping[str, str]) -> bytes:
     """Refuses to create a worker with POSIX shared memory if /dev/shm has no room for it, or cannot be written to.
 
-    :func:`restrict` saw that it had; UCX 1.22 crashes now and then (SIGSEGV).
+    :func:`restrict` saw that it had. With less than the minimum, UCX's worker gets no memory, and crashes (SIGSEGV).
 
     Returns:
         The folder for the worker's wake-up sockets; empty if it has no shared memory.
@@ -78,14 +78,14 @@ def check(options: Mapping[str, str]) -> bytes:
         OSError: it has not, or there is no such folder any more.
     """
     kinds = _kinds(_wanted(options))
-    if "posix" in kinds and options.get("POSIX_SHM_MIN_SIZE") != "inf":
-        problem = _posix_problem(options, sum(_needed("POSIX", options)))
-        if problem is not None:
-            raise problem
     if not kinds:
         return b""
     folder = wake_sockets.find_folder()
     wake_sockets.sweep(folder)
+    if "posix" in kinds and options.get("POSIX_SHM_MIN_SIZE") != "inf":
+        problem = _posix_problem(options, max(_POSIX_MINIMUM, sum(_needed("POSIX", options))))
+        if problem is not None:
+            raise problem
     return folder
 
 
