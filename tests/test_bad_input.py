@@ -131,6 +131,10 @@ async def test_mapped_file_that_was_truncated(worker: ucp.Worker, tmp_path: Path
             await refuses(partial(server.receive_into, data), ValueError, "cannot receive into this .*truncated")
         for view in (array[::2], array[::-1]):
             await refuses(partial(client.send, ucp.Strided(view)), ValueError, "cannot send this .*truncated")
+        for data in (mapped, memoryview(mapped)[kept : kept + 1], memoryview(mapped)[kept : kept + 300_000]):
+            await refuses(partial(client.send_all, data), ValueError, "cannot send this .*truncated")
+        for view in (array, array[kept : kept + 10], array[::2], memoryview(mapped)[kept : kept + 1]):
+            await refuses(partial(client.send_array, view), ValueError, "cannot send this .*truncated")
         for part in (memoryview(mapped)[:kept], array[:kept], array[kept:kept]):
             await client.send(part)
             assert await server.receive() == bytes(part)

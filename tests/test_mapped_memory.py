@@ -55,17 +55,6 @@ async def test_copies_of_any_length_and_place(chance: random.Random) -> None:
                 memory.memoryview[around] = content[around]
 
 
-@pytest.mark.parametrize("shift", [1, -1, 8, -8, 63, 100, -100, 1000, -1000])
-async def test_copies_between_parts_that_overlap(shift: int, chance: random.Random) -> None:
-    async with open_endpoint_and_context("tcp,sm,self", "worker") as (endpoint, context):
-        content = chance.randbytes(2**15)
-        with context.allocate(len(content)) as memory, endpoint.attach(memory.descriptor) as remote:
-            for length in (500, 2047, 2048, 9000):
-                memory.memoryview[:] = content
-                await remote.put(memory.memoryview[2000 : 2000 + length], 2000 + shift)
-                assert memory.memoryview[2000 + shift :][:length] == content[2000 : 2000 + length], length
-
-
 def mapped_pages(remote: RemoteMemory) -> int:
     """Bytes of the mapping that are in this process's page table."""
     address = np.frombuffer(remote.map(), np.uint8).ctypes.data

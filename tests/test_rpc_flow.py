@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import random
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,6 +171,88 @@ async def test_methods_whose_caller_has_gone(
     *faults, lost = sorted(loud(), key=lambda record: -record.levelno)
     assert f"The handler rpc.serving(Gone) ended and cancelled {method}" in lost.getMessage()
     assert lost.levelname == "WARNING" and [one.levelname for one in faults] == ["ERROR"] * (method == "convert")
+
+
+class Nested(rpc.Service):
+    """Streams with nurseries around their yields, and an answer that cannot be sent."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+        self.file: mmap.mmap
+
+    @rpc.stream
+    async def numbers(self, call: rpc.Call, fails: bool) -> AsyncIterator[int]:
+        async def helper() -> None:
+            try:
+                await trio.sleep_forever()
+            finally:
+                self.ended += 1
+                if fails:
+                    raise RuntimeError("the helper failed")
+
+        async with trio.open_nursery() as outer:
+            outer.start_soon(helper)
+            async with trio.open_nursery() as inner:
+                inner.start_soon(helper)
+                for number in range(10**6):
+                    yield number
+
+    @rpc.method
+    async def echo(self, call: rpc.Call) -> int:
+        return 5
+
+    @rpc.method
+    async def truncated(self, call: rpc.Call) -> rpc.Reply:
+        return rpc.Reply(1, [self.file])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_stream_with_nurseries_is_left_early(over: str, fails: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Closing its generator raises GeneratorExit in a nursery, which makes it a group: the server goes on."""
+    service = Nested()
+    with trio.fail_after(20):
+        async with serving(rpc.serving(service)) as listener, rpc.connect(listener.address) as client:
+            for round in range(1, 4):
+                async with client.stream("numbers", fails=fails) as stream:
+                    async for number in stream:
+                        if number == 5:
+                            break
+                await until(lambda round=round: service.ended == 2 * round)
+            async with client.stream("numbers", fails=False) as stream:
+                assert await anext(aiter(stream)) == 0
+    assert any(record.levelname == "ERROR" for record in caplog.records) is fails
+
+
+async def test_an_answer_that_cannot_be_sent(
+    over: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, left = trio_ucx.Channel._send_unscheduled, 0
+
+    async def lacks_memory(channel: trio_ucx.Channel, message: bytes) -> None:
+        nonlocal left
+        if (left := left - 1) >= 0:
+            raise MemoryError("no memory for a send")
+        await send(channel, message)
+
+    service = Nested()
+    with open(tmp_path / "file", "wb+") as file:
+        file.truncate(2**20)
+        service.file = mmap.mmap(file.fileno(), 2**20)
+        file.truncate(0)
+    with trio.fail_after(20):
+        async with serving(rpc.serving(service)) as listener, rpc.connect(listener.address) as client:
+            for _ in range(2):
+                with pytest.raises(rpc.RemoteError, match="cannot send this mmap: .*truncated"):
+                    await client.call("truncated")
+            monkeypatch.setattr(trio_ucx.Channel, "_send_unscheduled", lacks_memory)
+            left = 1
+            with pytest.raises(rpc.RemoteError, match="the answer cannot be sent: no memory for a send"):
+                await client.call("echo")
+            left = 2
+            with pytest.raises(rpc.CallLost):
+                await client.call("echo")
+            assert await client.call("echo") == 5
+    assert [record.levelname for record in caplog.records if record.levelno > logging.INFO] == ["ERROR"] * 4
 
 
 async def test_many_callers_are_lost_at_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,15 @@ from ._statistics import ConnectionStatistics
 from ._util.arguments import check_integer, check_timeout
 from ._util.handles import ConflictDetector, OpenedNotConstructed, warn_resource
 from .ucp import Endpoint, MemoryDescriptor, RemoteMemory, Worker
-from .ucp._internal_api import Buffer, Pending, WritableBuffer, check_elements, close_in_background, completed
+from .ucp._internal_api import (
+    Buffer,
+    Pending,
+    WritableBuffer,
+    check_elements,
+    check_whole,
+    close_in_background,
+    completed,
+)
 
 
 def check_tag(tag: int) -> int:
@@ -641,6 +649,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             self._check_stream()
             link = self._link
             sending = link.sending
+            if type(data) not in (bytes, bytearray):
+                check_whole(data, "send")
             # An empty message would be the end of the stream.
             short = type(data) in (bytes, bytearray, memoryview) and 0 < len(data) <= stream.small_piece(
                 sending.credit.window

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import attrs
 
 from ..ucp import DeviceBuffer, MemoryType
-from ..ucp._internal_api import Array, array_of, check_elements
+from ..ucp._internal_api import Array, array_of, check_elements, check_whole
 from .header import OTHERS, ArrayKind
 
 #: numpy's names of the elements of the buffer protocol (the codes of the module struct, of native size and order).
@@ -56,6 +56,7 @@ def describe(array: Any, purpose: str) -> Described:
         RuntimeError: it is in CUDA memory and there is no CUDA driver.
     """
     check_elements(array, purpose)
+    check_whole(array, purpose)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(array, (numpy.ndarray, numpy.generic)):
         if purpose != "send" and not (isinstance(array, numpy.ndarray) and array.flags.writeable):

@@ -55,10 +55,19 @@ def message_of_many(arrays: Mapping[str, Any] | Sequence[Any]) -> Buffer:
 
 def _message(single: bool, names: tuple[str, ...] | None, arrays: Sequence[Any]) -> Buffer:
     described = [_contiguous(describe(array, "send")) for array in arrays]
-    head, layout = encode(single, names, tuple(one.kind for one in described))
+    head, layout = _header_of(single, names, described)
     buffers = (_bytes_of(one.buffer) if one.on_device else one.buffer for one in described)
     parts = [head, *_spread(layout, buffers, bytes)]
     return b"".join(parts) if layout.size <= COPIED and all(one.joins for one in described) else parts
+
+
+def _header_of(
+    single: bool, names: tuple[str, ...] | None, described: Sequence[Described]
+) -> tuple[bytes, ArraysLayout]:
+    try:
+        return encode(single, names, tuple(one.kind for one in described))
+    except BadHeader as error:  # of the caller's arrays: rpc tells clients the name of the exception
+        raise ValueError(str(error)) from None
 
 
 def _spread(layout: ArraysLayout, buffers: Iterable[Any], gap: Callable[[int], Any]) -> Iterator[Any]:
@@ -127,7 +136,7 @@ class ArraysTarget:
         self.value = out
         self.pins: Pinned | None = None
         self._described = [describe(array, "receive into") for array in arrays]
-        self._head, self._layout = encode(single, names, tuple(one.kind for one in self._described))
+        self._head, self._layout = _header_of(single, names, self._described)
         self._found = bytearray(len(self._head))
         if all(one.buffer is not None and not one.on_device for one in self._described):
             parts = _spread(self._layout, [one.buffer for one in self._described], bytearray)

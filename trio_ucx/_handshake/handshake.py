@@ -44,6 +44,7 @@ from ..ucp._internal_api import (
     Share,
     Signal,
     connect_shared,
+    may_lead_to,
     os_error_from_status,
     post_bytes_send,
     without_own,
@@ -409,14 +410,16 @@ class Handshake:
         engine.teardown.children[self.id] = self.close
 
     def check_route(self) -> None:
-        """Refuses a peer to which the kernel knows no way: UCX would only say that the connection was reset.
+        """Refuses a peer to which no device of our worker leads: UCX would say that the connection was reset, or crash.
 
         Raises:
             OSError: with the addresses.
         """
         if self._shared_memory or self.is_local or not self.registry.engine.identity.has_only_tcp:
             return
-        if not any(has_route(host) for host in self.peer.worker._tcp_hosts if not is_loopback(host)):
+        own = self.registry.engine.identity.address
+        hosts = [host for host in self.peer.worker._tcp_hosts if not is_loopback(host)]
+        if not any(has_route(host) and may_lead_to(own, host) for host in hosts):
             raise self._unreachable(errno.EHOSTUNREACH)
 
     def _unreachable(self, number: int) -> OSError:

@@ -397,6 +397,7 @@ class Acceptor:
             handshake.registry = self.registry.for_new_connection(ends=handshake.ends)
         description = handshake.describe(options.shared_memory)
         handshake.description_arrived(opened.peer)
+        handshake.check_route()  # a client that is let in asks UCX for an endpoint, and without a route UCX crashes
         handshake.let_in(exchange.keys)
         exchange.welcome(description, handshake.endpoint_summary())
         taken = await handshake.next_event(stream, exchange)

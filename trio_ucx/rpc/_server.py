@@ -7,7 +7,7 @@ import math
 import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import attrs
@@ -217,10 +217,18 @@ class _Serving:
                     message = await self.answer(talk, scope, data)
                     if message is None:
                         return
-                    if not wire.is_reply(message):
-                        await talk._send_last(message)
+                    try:
+                        if not wire.is_reply(message):
+                            await talk._send_last(message)
+                            return
+                        await talk._send_unscheduled(message)
+                    except (MessageTooLong, *_GONE):
+                        raise
+                    except Exception as error:  # a buffer of the answer cannot be sent
+                        logger.error("%r: the method's answer cannot be sent", self.connection, exc_info=error)
+                        with suppress(Exception):  # else the client learns only that the call was lost
+                            await talk._send_last(_unsendable(error))
                         return
-                    await talk._send_unscheduled(message)
                     answered = True
                     data = await self.next_call(talk)
         except MessageTooLong as error:
@@ -349,7 +357,8 @@ async def _run(function: Callable[..., Awaitable[Any]], call: Call, arguments: d
 
 @disable_ki_protection
 async def _stream(function: Callable[..., Any], call: Call, arguments: dict[str, Any]) -> None:
-    async with aclosing(function(call, **arguments)) as generator:
+    generator = function(call, **arguments)
+    try:
         async for item in generator:
             try:
                 await call._flow.send(*parts(item))
@@ -357,6 +366,13 @@ async def _stream(function: Callable[..., Any], call: Call, arguments: dict[str,
                 raise _CallerGone from None
             except wire.BadMessage as error:
                 raise CallError(f"the client has sent {error}") from None
+    finally:
+        try:
+            await generator.aclose()
+        except BaseExceptionGroup as group:  # a nursery around a yield puts the GeneratorExit into one
+            rest = group.split(GeneratorExit)[1]
+            if rest is not None:
+                raise rest from None
 
 
 # ---- answers ----
@@ -368,6 +384,10 @@ def failure(codec: Codec, category: int, text: str, kind: str = "", trace: str =
 
 def _unreadable(error: Exception, codec: Codec = wire.CODECS[wire.JSON]) -> Any:
     return failure(codec, wire.REFUSED, bounded(f"the server cannot read the call: {error}"))
+
+
+def _unsendable(error: Exception) -> Any:
+    return failure(wire.CODECS[wire.JSON], wire.RAISED, f"the answer cannot be sent: {error}", type_name(type(error)))
 
 
 def _raised(found: Method, call: Call, codec: Codec, error: Exception) -> Any:

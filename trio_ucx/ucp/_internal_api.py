@@ -23,6 +23,7 @@ from ._listener import ListenerCore
 from ._memory.buffers import Buffer, Pinned, WritableBuffer, new_bytes
 from ._memory.foreign import Array, array_of
 from ._memory.pointers import check_elements
+from ._memory.strided import check_whole
 from ._quirks import descriptors
 from ._quirks.default_options import DEFAULT_OPTIONS
 from ._quirks.key_gate import Admission
@@ -32,6 +33,7 @@ from ._quirks.network_devices import (
     at_control_socket,
     came_later,
     is_own,
+    may_lead_to,
     without_own,
 )
 from ._quirks.option_limits import OptionError
@@ -86,6 +88,7 @@ __all__ = [
     "Pinned",  # a buffer that UCX uses
     "array_of",  # the Array of a DLPack object, say
     "check_elements",  # refuses a buffer whose elements are pointers
+    "check_whole",  # refuses an array in a mapped file that was truncated
     "is_short",  # True if copying a buffer costs less than pinning it
     "new_bytes",  # makes bytes that UCX is to fill
     "pending_send_of_bytes",  # the operation of a send of bytes, if UCX has not taken them
@@ -110,6 +113,7 @@ __all__ = [
     "check_without_shared_memory",  # refuses two workers that have no other transport in common
     "decode_worker_address",  # makes a WorkerAddress from its bytes
     "is_own",  # True if this host has an IP address
+    "may_lead_to",  # True if packets to an IP address leave by a device of a worker
     "new_key",  # makes a random key
     "obstacle_to_shared_memory",  # says why two workers cannot use shared memory
     "without_own",  # leaves this host's own addresses out of a peer's address

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -178,6 +179,18 @@ def _compact(array: Array) -> tuple[int, ...]:
         strides.append(step)
         step *= length
     return tuple(reversed(strides))
+
+
+def check_whole(data: Any, purpose: str) -> None:
+    """Refuses an array in a mapped file that was truncated, before something else than UCX reads it.
+
+    Raises:
+        ValueError: it ends behind the end of the file.
+    """
+    with suppress(BufferError):
+        array = _exported(data, False) if is_mapped(data) else None
+        if array is not None and array.nbytes > 0:
+            check_backed(data, ffi.cast("char *", _last_byte(array)), purpose)
 
 
 def _last_byte(array: Array) -> int:

@@ -186,6 +186,11 @@ def _leading_to(ip: str) -> list[str]:
     return _addresses(lib.tu_interface_to(_native_address(ip)))
 
 
+def may_lead_to(address: WorkerAddress, host: str) -> bool:
+    """True if packets to an IP address leave by a TCP device of our worker; True if the kernel does not say."""
+    return not (found := _leading_to(host)) or not {*address._tcp_hosts}.isdisjoint(found)
+
+
 def active_addresses() -> frozenset[str]:
     """Returns the addresses of this host's network devices that are up and have a carrier: UCX uses no others."""
     return frozenset(_addresses(lib.TU_ACTIVE))

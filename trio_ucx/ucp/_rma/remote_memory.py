@@ -346,8 +346,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         """The memory itself, where this process reaches it by load and store (``ucp_rkey_ptr``).
 
         That is so for memory that its owner allocated (:meth:`Context.allocate`), over shared memory. Read-only without
-        ``Access.WRITE``. It ends with :meth:`close`. When the owner closes the memory, a view keeps the old bytes. Gets
-        and puts of more than 1 MiB between overlapping parts of it copy piece by piece, and overwrite what comes next.
+        ``Access.WRITE``. It ends with :meth:`close`. When the owner closes the memory, a view keeps the old bytes. Do
+        not transfer between overlapping parts of one memory: the bytes would be wrong.
 
         Raises:
             UCXError: UNREACHABLE: it cannot be reached like that; use :meth:`get` and :meth:`put`. NOT_CONNECTED: the
