@@ -241,7 +241,7 @@ async def _open_one(destination: _Destination, exchange_options: ExchangeOptions
         )
 
     def connector(destination: _Destination) -> Connector:
-        left = deadline - trio.current_time()
+        left = max(0.0, deadline - trio.current_time())
         return Connector(registry, destination.open_socket, destination.label, exchange_options, options, left)
 
     deadline = trio.current_time() + destination.timeout

@@ -180,7 +180,6 @@ void tu_library_version(unsigned *major, unsigned *minor, unsigned *release);
 void tu_compiled_version(unsigned *major, unsigned *minor);
 const char *tu_status_text(int status);
 void tu_prefer_huge_pages(void *address, size_t length);
-bool tu_can_read(const void *address);
 int tu_timer_create(void);
 int tu_timer_set(int fd, uint64_t nanoseconds, bool repeat);
 bool tu_timer_ended(int fd);

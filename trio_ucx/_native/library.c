@@ -11,7 +11,6 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/shm.h>
-#include <sys/syscall.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
 
@@ -81,15 +80,6 @@ void tu_prefer_huge_pages(void *address, size_t length)
     if (begin < end) {
         (void)madvise((void *)begin, end - begin, MADV_HUGEPAGE);
     }
-}
-
-/* True if this process can read a byte. False if there is no memory behind it, as behind the end of a file that was
- * truncated after it was mapped: to touch it would be a SIGBUS. The kernel reads the byte first, then refuses ~0. */
-bool tu_can_read(const void *address)
-{
-    uintptr_t mask = (uintptr_t)address & ~(uintptr_t)(sizeof(uint64_t) - 1);
-
-    return syscall(SYS_rt_sigprocmask, ~0, mask, NULL, sizeof(uint64_t)) == 0 || errno != EFAULT;
 }
 
 int tu_timer_create(void)

@@ -65,6 +65,7 @@ int tu_transfers_status(tu_endpoint_t *endpoint, uint64_t scope);
 int tu_worker_fence(tu_worker_t *worker);
 
 /* mapped.c */
+bool tu_can_read(const void *address);
 bool tu_mapped_has_token(const char *at, const char *token);
 
 /* direct.c */

@@ -5,11 +5,22 @@
  * meets other memory. Those that begin later are refused: the memory's token lies behind it, and the owner erases it.
  */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "rma/transfer.h"
+
+/* True if this process can read a byte. False if there is no memory behind it, as behind the end of a file that was
+ * truncated after it was mapped: to touch it would be a SIGBUS. The kernel reads the byte first, then refuses ~0. */
+bool tu_can_read(const void *address)
+{
+    uintptr_t mask = (uintptr_t)address & ~(uintptr_t)(sizeof(uint64_t) - 1);
+
+    return syscall(SYS_rt_sigprocmask, ~0, mask, NULL, sizeof(uint64_t)) == 0 || errno != EFAULT;
+}
 
 /* Returns true if the token is at this address of a mapping. There may be nothing: UCX maps as many bytes as the key
  * says of whatever file the owner's descriptor is now, and a load beyond the end of a file is a SIGBUS. */
