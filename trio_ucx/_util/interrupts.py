@@ -45,10 +45,11 @@ def protected_contextmanager(function: Callable[P, Iterator[T]]) -> Callable[P, 
 
 
 class _ProtectedAsync(AbstractAsyncContextManager[T]):
+    _inside = False  # here, because a KeyboardInterrupt may end __init__
+
     def __init__(self, manager: AbstractAsyncContextManager[T], function: Callable[..., object]) -> None:
         self._manager = manager
         self._function = function
-        self._inside = False
 
     @enable_ki_protection
     async def __aenter__(self) -> T:
