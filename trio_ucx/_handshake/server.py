@@ -405,7 +405,6 @@ class Acceptor:
             raise NeedsAnotherWorker(client.label) if isinstance(taken, Again) else _gave_up(taken)
         if taken.greet:
             handshake.peer_has_keys()
-        handshake.check_route()
         handshake.hand_over(stream, exchange, taken.generation, greet=taken.greet)
 
     def _has_place(self) -> bool:
