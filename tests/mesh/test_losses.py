@@ -15,10 +15,10 @@ from helpers import until
 
 import trio_ucx
 from trio_ucx import mesh, ucp
-from trio_ucx.mesh import _meeting, _running
+from trio_ucx.mesh import _links, _meeting, _running
 from trio_ucx.mesh._collectives import barrier
 from trio_ucx.mesh._members import Members
-from trio_ucx.mesh._messages import RankHello
+from trio_ucx.mesh._messages import RankAnswer, RankHello, encode
 
 Body = Callable[[mesh.Group], Awaitable[Any]]
 
@@ -816,3 +816,28 @@ class TestContinue:
             await group.barrier()
 
         assert await ranks.run_all(body) == {0: None, 1: None}
+
+
+async def test_a_connection_that_is_made_while_the_group_ends_is_not_kept() -> None:
+    """The other rank's answer has come, and before the task that waits for it runs, the group's links are ended."""
+    peer_sees = []
+    with trio.fail_after(10):
+        async with ucp.open_worker() as worker, trio.open_nursery() as nursery:
+            members = Members(0, 2, fatal=True, name="group")
+            links = _links.Links(members, nursery, worker, {})
+
+            async def answering(connection: trio_ucx.Connection) -> None:
+                channel, _hello = await _links.first_message(connection)
+                await channel.send(encode(RankAnswer()))
+                links.end()
+                with pytest.raises((trio.BrokenResourceError, trio.EndOfChannel)) as caught:
+                    await channel.receive()
+                peer_sees.append(caught.value)
+                nursery.cancel_scope.cancel()
+
+            listeners = await nursery.start(trio_ucx.serve_ucx, answering, 0)
+            members.addresses[1] = ("127.0.0.1", listeners[0].address[1])
+            link = links.link(1)
+            await links._try_to_connect(link)
+            assert link.connection is None
+    assert len(peer_sees) == 1

@@ -235,9 +235,11 @@ class Links:
         return answer
 
     def end(self) -> None:
-        """Ends the links to all ranks."""
+        """Ends the links to all ranks. A task that is just opening a connection finds that nobody wants it."""
+        self.leaving = True
         for link in self.by_rank.values():
             link.end()
+        self.by_rank.clear()
 
     @enable_ki_protection
     async def close(self) -> None:
