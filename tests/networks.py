@@ -106,6 +106,13 @@ class Network:
         kept = [(end, name) for end, name in self._ends if f" {name}@" in end.ip("-o", "link")]
         self._ends[:] = kept
 
+    def rename(self, host: Host, device: str, name: str) -> None:
+        """Gives a device another name. It keeps its IPv4 addresses."""
+        for change in ("down",), ("name", name):
+            host.ip("link", "set", device, *change)
+        host.ip("link", "set", name, "up")
+        self._ends[self._ends.index((host, device))] = (host, name)
+
     async def ready(self) -> None:
         """The kernel looks at a new cable only once a second."""
         with trio.fail_after(15):

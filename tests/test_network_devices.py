@@ -357,6 +357,73 @@ async def test_an_address_changes(named: dict[str, str], isolate: bool) -> None:
 
 
 @pytest.mark.root
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("isolate", [False, True], ids=["", "isolate"])
+@pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
+async def test_a_device_is_renamed(swapped: bool, isolate: bool) -> None:
+    """...and keeps its address: udev renames devices, and a card that is replaced may have another name. UCX knows
+    devices by their names.
+    """
+    with open_network() as network:
+        server, client = network.host(), network.host()
+        network.cable((server, MAIN, ONE.main[0]), (client, MAIN, TWO.main[0]))
+        network.cable((server, AFTER, "10.202.0.1/24"), (client, AFTER, "10.202.0.2/24"))
+        await network.ready()
+        async with open_peer("host", ["0.0.0.0"], {"isolate": isolate}, under=server.under, **QUIET) as listening:
+            [[_, port]] = await listening.hear()
+            for renamed in (), [(MAIN, "other")], [(AFTER, MAIN), ("other", AFTER)] if swapped else [("other", MAIN)]:
+                for device, name in renamed:
+                    network.rename(server, device, name)
+                await network.ready()
+                for ip in (ONE.ip, "10.202.0.1") * 2:
+                    said = await ask_to_visit(client, ip, port)
+                    assert said[:2] == ["connected", ["tcp"]], (ip, renamed, said)
+            await listening.tell()
+            await listening.hear()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("at", [("server",), ("client",), ("server", "client")], ids="-".join)
+@pytest.mark.parametrize("address", ["main", "loopback"])
+async def test_routes_by_source(address: str, at: Sequence[str]) -> None:
+    """A host with two uplinks: each address has a routing table of its own, and there is no default route besides."""
+    with open_network() as network:
+        server, client, gate = forward(network)
+        virtual = {server.name: "10.99.0.1", client.name: "10.99.0.2"}
+        own = {server.name: "10.202.0.1", client.name: "10.203.0.2"}
+        for host, router in (server, "10.202.0.254"), (client, "10.203.0.254"):
+            if ("server" if host is server else "client") in at:
+                host.ip("route", "del", "default")
+                host.ip("route", "add", "default", "via", router, "dev", MAIN, "table", "100")
+                for source in (own[host.name], virtual[host.name]):
+                    host.ip("rule", "add", "from", source, "table", "100")
+            if address == "loopback":
+                host.add_address("lo", f"{virtual[host.name]}/32")
+                gate.ip("route", "add", virtual[host.name], "via", own[host.name])
+        await network.ready()
+        found = virtual if address == "loopback" else own
+        options = {"local_address": found[client.name]}
+        (await meet(Side(client.under, options), Side(server.under), found[server.name])).assert_tcp()
+
+
+@pytest.mark.root
+async def test_two_devices_in_one_network() -> None:
+    """The kernel sends by the first; the user names the second."""
+    with open_network() as network:
+        server, client, switch = (network.host() for _ in range(3))
+        switch.ip("link", "add", "bridge", "type", "bridge")
+        switch.ip("link", "set", "bridge", "up")
+        ends = (server, MAIN, "10.201.0.10/24"), (server, AFTER, "10.201.0.11/24"), (client, MAIN, "10.201.0.2/24")
+        for number, end in enumerate(ends):
+            network.cable(end, (switch, f"port{number}", "198.18.0.1/32"))
+            switch.ip("link", "set", f"port{number}", "master", "bridge")
+        await network.ready()
+        for device in (MAIN, AFTER):
+            environment = {**QUIET, "UCX_NET_DEVICES": device}
+            (await meet(Side(client.under), Side(server.under, environment=environment), "10.201.0.10")).assert_tcp()
+
+
+@pytest.mark.root
 async def test_a_client_is_there_before_its_network() -> None:
     with open_network() as network:
         server, client = network.host(), network.host()
@@ -421,7 +488,7 @@ def test_the_device_of_the_control_socket(
     other transports stay.
     """
     monkeypatch.setattr(network_devices, "_beside", lambda ip: beside)
-    monkeypatch.setattr(network_devices, "_leading_to", lambda ip: leading)
+    monkeypatch.setattr(network_devices, "_leading", lambda ours, peer: leading)
     ends = control, "198.51.100.7"
     assert kept(network_devices.at_control_socket(made_up(*hosts), ends, {"NET_DEVICES": "all"})) == expected
 
@@ -450,8 +517,9 @@ def test_devices_that_the_user_names(
 def test_addresses_of_a_network_device() -> None:
     assert "127.0.0.1" in network_devices._beside("127.0.0.1")
     assert network_devices._beside("198.51.100.7") == []
-    assert "127.0.0.1" in network_devices._leading_to("127.0.0.1")
-    assert "127.0.0.1" in network_devices.active_addresses()
+    assert "127.0.0.1" in network_devices._leading("127.0.0.1", "127.0.0.1")
+    assert network_devices._leading("::1", "127.0.0.1") == []
+    assert ("127.0.0.1", "lo") in network_devices.active_addresses()
 
 
 async def test_the_network_of_a_raw_endpoint() -> None:

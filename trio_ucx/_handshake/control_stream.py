@@ -19,7 +19,6 @@ import trio
 
 from .._peer_info import PeerInfo
 from .._rules.wire import MAGIC, ProtocolError
-from .._util.socket_addresses import family_of
 from .._util.text import printable
 from ..ucp._internal_api import is_own
 from .peer_description import PeerDescription
@@ -333,16 +332,6 @@ def set_keepalive(control: trio.socket.SocketType, interval: float) -> None:
     control.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, between)
     control.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)  # not asked while there is TCP_USER_TIMEOUT
     control.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
-
-
-def has_route(ip: str) -> bool:
-    """True if the kernel knows a route to an IP address; True if that cannot be found out."""
-    try:
-        with socket.socket(family_of(ip), socket.SOCK_DGRAM) as probe:
-            probe.connect((ip, 9))  # sends nothing
-    except OSError as error:
-        return error.errno not in (errno.EHOSTUNREACH, errno.ENETUNREACH)
-    return True
 
 
 def leads_to_this_machine(control: trio.socket.SocketType) -> bool:

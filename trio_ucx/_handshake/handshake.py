@@ -53,7 +53,6 @@ from .control_sockets import ControlSocket
 from .control_stream import (
     Address,
     ControlStream,
-    has_route,
     leads_to_this_machine,
     local_address,
     remote_address,
@@ -419,7 +418,7 @@ class Handshake:
             return
         own = self.registry.engine.identity.address
         hosts = [host for host in self.peer.worker._tcp_hosts if not is_loopback(host)]
-        if not any(has_route(host) and may_lead_to(own, host) for host in hosts):
+        if not any(may_lead_to(own, host) for host in hosts):
             raise self._unreachable(errno.EHOSTUNREACH)
 
     def _unreachable(self, number: int) -> OSError:

@@ -99,7 +99,7 @@ class WorkerConnections:
                 engine.receive_queue.stopped
                 or engine.key_gate.lost
                 or engine.endpoints_by_worker.is_full
-                or (ends and came_later(engine.identity.address, ends, context.config, context._addresses))
+                or (ends and came_later(engine.identity.address, ends, context.config, context._places))
             ):
                 registry = WorkerConnections.of(worker, self)
                 if registry not in tried:

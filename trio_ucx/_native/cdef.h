@@ -135,6 +135,7 @@ typedef struct tu_address {
     char ip[48];
     unsigned port;
     unsigned scope;
+    char device[16]; /* whose it is, if it was looked up */
 } tu_address_t;
 
 /* What the key gate knows of a peer. */
@@ -283,7 +284,8 @@ bool tu_is_own_address(const tu_address_t *address);
 #define TU_ACTIVE -1 /* all interfaces that are up and have a carrier */
 
 int tu_interface_with(const tu_address_t *address);
-int tu_interface_to(const tu_address_t *address);
+int tu_interface_between(const tu_address_t *from, const tu_address_t *to);
+bool tu_leads_to(const tu_address_t *own, const tu_address_t *to);
 int tu_interface_addresses(int index, tu_address_t *out, int size);
 
 /* endpoint.c */

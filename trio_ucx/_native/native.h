@@ -122,7 +122,8 @@ bool tu_replace_import(const void *inside, const char *name, const void *functio
 
 /* ---- routes (routes.c) ---- */
 
-unsigned tu_route_interface(const struct sockaddr *to);
+int tu_route_interface(const struct sockaddr *from, const struct sockaddr *to);
+bool tu_route_exists(int interface, const struct sockaddr *to);
 
 /* ---- the UCX library (library.c) ---- */
 

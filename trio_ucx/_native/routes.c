@@ -4,7 +4,9 @@
  * (ucs_netlink_init_routing_table_cache). So libuct's question for a route is answered here: yes if UCX says so, or if
  * the kernel says so now. */
 #define _GNU_SOURCE
+#include <ifaddrs.h>
 #include <linux/rtnetlink.h>
+#include <net/if.h>
 #include <netinet/in.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -17,44 +19,58 @@
 __attribute__((weak)) int ucs_netlink_is_best_route(int interface, const struct sockaddr *to);
 __attribute__((weak)) int ucs_netlink_route_exists(int interface, const struct sockaddr *to, int allow_default);
 
-/* Returns the index of the interface by which packets to an address leave; 0 if there is none, or if that cannot be
- * found out. */
-unsigned tu_route_interface(const struct sockaddr *to)
+/* Appends an IP address to the question. */
+static void append(struct nlmsghdr *question, unsigned short kind, const struct sockaddr *address)
+{
+    bool is_v4            = address->sa_family == AF_INET;
+    struct rtattr *attribute = (struct rtattr *)(void *)((char *)question + NLMSG_ALIGN(question->nlmsg_len));
+    size_t size           = is_v4 ? sizeof(struct in_addr) : sizeof(struct in6_addr);
+
+    attribute->rta_type = kind;
+    attribute->rta_len  = (unsigned short)RTA_LENGTH(size);
+    memcpy(RTA_DATA(attribute),
+           is_v4 ? (const void *)&((const struct sockaddr_in *)(const void *)address)->sin_addr
+                 : (const void *)&((const struct sockaddr_in6 *)(const void *)address)->sin6_addr,
+           size);
+    question->nlmsg_len = NLMSG_ALIGN(question->nlmsg_len) + (unsigned)RTA_LENGTH(size);
+}
+
+/* Returns the index of the interface by which packets from one address to another leave: routes may depend on both.
+ * 0 if there is none, -1 if that cannot be found out. */
+int tu_route_interface(const struct sockaddr *from, const struct sockaddr *to)
 {
     struct {
         struct nlmsghdr header;
         struct rtmsg route;
-        struct rtattr attribute;
-        unsigned char ip[sizeof(struct in6_addr)];
+        char attributes[2 * RTA_SPACE(sizeof(struct in6_addr))];
     } question = {
-        .header = {.nlmsg_type = RTM_GETROUTE, .nlmsg_flags = NLM_F_REQUEST},
+        .header = {.nlmsg_len = NLMSG_LENGTH(sizeof(struct rtmsg)), .nlmsg_type = RTM_GETROUTE,
+                   .nlmsg_flags = NLM_F_REQUEST},
         .route  = {.rtm_family = (unsigned char)to->sa_family},
     };
     union {
         struct nlmsghdr header;
         char bytes[4096];
     } answer;
-    size_t size = to->sa_family == AF_INET ? sizeof(struct in_addr) : sizeof(struct in6_addr);
-    unsigned interface = 0;
-    ssize_t received   = -1;
-    int fd             = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_ROUTE);
+    int interface    = -1;
+    ssize_t received = -1;
+    int fd           = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_ROUTE);
 
     if (fd < 0) {
-        return 0;
+        return interface;
     }
-    memcpy(question.ip,
-           to->sa_family == AF_INET ? (const void *)&((const struct sockaddr_in *)(const void *)to)->sin_addr
-                                    : (const void *)&((const struct sockaddr_in6 *)(const void *)to)->sin6_addr,
-           size);
-    question.route.rtm_dst_len  = (unsigned char)(8 * size);
-    question.attribute          = (struct rtattr){.rta_len = (unsigned short)RTA_LENGTH(size), .rta_type = RTA_DST};
-    question.header.nlmsg_len   = (unsigned)(NLMSG_LENGTH(sizeof(struct rtmsg)) + RTA_LENGTH(size));
+    append(&question.header, RTA_DST, to);
+    append(&question.header, RTA_SRC, from);
+    question.route.rtm_dst_len = question.route.rtm_src_len = to->sa_family == AF_INET ? 32 : 128;
     if (send(fd, &question, question.header.nlmsg_len, 0) == (ssize_t)question.header.nlmsg_len) {
         received = recv(fd, &answer, sizeof(answer), 0);
     }
     close(fd);
-    if (received >= (ssize_t)NLMSG_LENGTH(sizeof(struct rtmsg)) && NLMSG_OK(&answer.header, (size_t)received) &&
-        answer.header.nlmsg_type == RTM_NEWROUTE) {
+    if (received < (ssize_t)NLMSG_LENGTH(sizeof(struct rtmsg)) || !NLMSG_OK(&answer.header, (size_t)received)) {
+        return interface;
+    }
+    interface = 0;
+    if (answer.header.nlmsg_type == RTM_NEWROUTE) {
         const struct rtattr *each = RTM_RTA(NLMSG_DATA(&answer.header));
         size_t left               = RTM_PAYLOAD(&answer.header);
 
@@ -67,15 +83,42 @@ unsigned tu_route_interface(const struct sockaddr *to)
     return interface;
 }
 
+/* Returns true if packets to an address leave by an interface when they come from one of its addresses, as UCX's do. */
+static bool leave_by(int interface, const struct sockaddr *to)
+{
+    char name[IF_NAMESIZE];
+    struct ifaddrs *all, *each;
+    bool found = false;
+
+    if (if_indextoname((unsigned)interface, name) == NULL || getifaddrs(&all) < 0) {
+        return false;
+    }
+    for (each = all; each != NULL && !found; each = each->ifa_next) {
+        found = each->ifa_addr != NULL && each->ifa_addr->sa_family == to->sa_family &&
+                strcmp(each->ifa_name, name) == 0 && tu_route_interface(each->ifa_addr, to) == interface;
+    }
+    freeifaddrs(all);
+    return found;
+}
+
 static int is_best_route(int interface, const struct sockaddr *to)
 {
-    return ucs_netlink_is_best_route(interface, to) || tu_route_interface(to) == (unsigned)interface;
+    return ucs_netlink_is_best_route(interface, to) || leave_by(interface, to);
 }
 
 static int route_exists(int interface, const struct sockaddr *to, int allow_default)
 {
     return ucs_netlink_route_exists(interface, to, allow_default) ||
-           (allow_default && tu_route_interface(to) == (unsigned)interface);
+           (allow_default && leave_by(interface, to));
+}
+
+/* Returns true if UCX takes an interface for one that leads to an address. Before 1.20 it takes each for that. */
+bool tu_route_exists(int interface, const struct sockaddr *to)
+{
+    if (ucs_netlink_is_best_route != NULL) {
+        return is_best_route(interface, to) != 0;
+    }
+    return ucs_netlink_route_exists == NULL || route_exists(interface, to, true) != 0;
 }
 
 /* Lets UCX use routes that have come since it was first used. Where that is impossible, new networks need a new

@@ -25,7 +25,7 @@ from ._quirks import descriptors, forks, option_limits, sandboxes, shared_memory
 from ._quirks import log as ucx_log
 from ._quirks.default_options import DEFAULT_OPTIONS
 from ._quirks.forks import Birth
-from ._quirks.network_devices import active_addresses
+from ._quirks.network_devices import Places, active_addresses
 from ._quirks.option_limits import OptionError, in_force
 from ._quirks.releases import WELL_CONFIGURABLE
 from ._status import Status, UCXError
@@ -58,7 +58,7 @@ class Context(metaclass=OpenedNotConstructed):
     _agreed_sizes: option_limits.Sizes
     _handle: Any
     #: This host's active addresses before UCX looked for network devices: its workers have no other devices.
-    _addresses: frozenset[str]
+    _places: Places
     #: How many file descriptors one of its workers needs.
     _descriptors_per_worker: int
     #: Its workers that were not destroyed, and what closes each that belongs to this thread and process.
@@ -100,7 +100,7 @@ class Context(metaclass=OpenedNotConstructed):
         options = {**defaults, **keepalive, **chosen}
         options.update(shared_memory.restrict({**option_limits.environment(), **options}))
         sandboxes.check(_transports(options))
-        addresses = active_addresses()
+        places = active_addresses()
         ucx_log.open()
         forks.context_opened()
         try:
@@ -122,7 +122,7 @@ class Context(metaclass=OpenedNotConstructed):
             rendezvous_threshold=_rendezvous_threshold(options),
             agreed_sizes=option_limits.agreed_sizes(options),
             handle=handle,
-            addresses=addresses,
+            places=places,
             descriptors_per_worker=descriptors.for_worker(info),
         )
         _live_contexts.add(context)

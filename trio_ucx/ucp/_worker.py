@@ -161,7 +161,7 @@ class Worker(metaclass=OpenedNotConstructed):
     def _open_beside(self, kind: dict[int, Worker], ends: Ends | None) -> Worker:
         options: dict[str, Any] = self._waiting_options
         context, address = self._context, self._engine.identity.address
-        if is_outdated(address, ends, context.config, context._addresses):  # a context keeps its network devices
+        if is_outdated(address, ends, context.config, context._places):  # a context keeps its network devices
             try:
                 worker = Worker._open(None, context.config, context.features, **options)
             except OptionError as error:

@@ -12,9 +12,10 @@ leave. Devices of other transports, such as RDMA's, stay. For raw endpoints the 
 All TCP devices stay in three cases: the user has named devices (``NET_DEVICES=eth0,eth1``: several fast ones, say);
 both ends of the control socket are on this machine, which every device reaches; or UCX has no such TCP device.
 
-A context keeps the devices that were up when it was opened, and opens no more workers once one of them has gone.
-Therefore a worker for Connections gets a context of its own when it is opened for a network that came later, or after a
-device went. UCX 1.20 to 1.22 also read the routes once in a process; ``_native/routes.c`` asks again.
+A context keeps the names of the devices that were up when it was opened, and opens no more workers once one of them has
+gone. Therefore a worker for Connections gets a context of its own when it is opened for a network that came later, or
+after a device went, or got another name. UCX 1.20 to 1.22 also read the routes once in a process; ``_native/routes.c``
+asks again.
 
 Addresses that this host has itself are left out of the address of a peer on another host, or in another network
 namespace, unless none would be left: UCX would connect to somebody here (``key_gate.c`` refuses that).
@@ -43,6 +44,8 @@ from .option_limits import in_force
 
 #: The IP addresses of a control socket to another machine: of our end, and of the peer's.
 Ends = tuple[str, str]
+#: IP addresses of this host, each with the name of its network device: UCX knows devices by their names.
+Places = frozenset[tuple[str, str]]
 
 
 def names_devices(config: Mapping[str, str]) -> bool:
@@ -59,52 +62,49 @@ def at_control_socket(address: WorkerAddress, ends: Ends, config: Mapping[str, s
     """
     if not address.tcp_addresses or names_devices(config):
         return address
-    return _with_tcp_at(address, _towards_peer(address, ends))
+    return _with_tcp_at(address, _towards_peer(address._tcp_hosts, ends))
 
 
-def came_later(address: WorkerAddress, ends: Ends, config: Mapping[str, str], before: Collection[str]) -> bool:
+def came_later(address: WorkerAddress, ends: Ends, config: Mapping[str, str], before: Places) -> bool:
     """True if another worker may have a TCP device that leads to the peer of a control socket, and this one has none.
 
     Args:
         config: the worker's options.
         before: the active addresses before the worker's context was opened.
     """
-    ip = _plain(ends[0])
-    if ip in before or _towards_peer(address, ends):
+    ours = _plain(ends[0])
+    device = _device_with(ours)
+    if (ours, device) in before or not device:
         return False
-    interface = lib.tu_interface_with(_native_address(ip))
-    if interface <= 0 or not names_devices(config):
-        return interface > 0
-    try:
-        return socket.if_indextoname(interface) in (in_force("NET_DEVICES", config) or "").split(",")
-    except OSError:  # it has just gone
+    as_before = {host for host, _ in before & active_addresses()}
+    if _towards_peer(as_before.intersection(address._tcp_hosts), ends):
         return False
+    return not names_devices(config) or device in (in_force("NET_DEVICES", config) or "").split(",")
 
 
-def is_outdated(address: WorkerAddress, ends: Ends | None, config: Mapping[str, str], before: Collection[str]) -> bool:
+def is_outdated(address: WorkerAddress, ends: Ends | None, config: Mapping[str, str], before: Places) -> bool:
     """True if another worker needs another context: as :func:`came_later`, or because one of its devices has gone.
 
-    In a context with a device that has gone, UCX opens no worker.
+    In a context with a device that has gone, or has another name, UCX opens no worker.
     """
-    return not active_addresses().issuperset(address._tcp_hosts) or (
-        ends is not None and came_later(address, ends, config, before)
-    )
+    own = {place for place in before if place[0] in address._tcp_hosts}
+    return not own <= active_addresses() or (ends is not None and came_later(address, ends, config, before))
 
 
-def _towards_peer(address: WorkerAddress, ends: Ends) -> frozenset[str]:
-    """The IP addresses of a worker's TCP device that leads to the peer; none if UCX has no such device.
+def _towards_peer(hosts: Collection[str], ends: Ends) -> frozenset[str]:
+    """Of the IP addresses of a worker's TCP devices, those of the device that leads to the peer, if UCX has it.
 
     That is the device which has our end of the control socket. If UCX has none there, or only loopback, it is the one
     by which packets to the peer leave: our end may be a virtual address, at the loopback device or at a bridge.
     """
     ours, peer = map(_plain, ends)
-    if ours in address._tcp_hosts:
+    if ours in hosts:
         return frozenset([ours])
-    return _usable(address, _beside(ours)) or _usable(address, _leading_to(peer))
+    return _usable(hosts, _beside(ours)) or _usable(hosts, _leading(ours, peer))
 
 
-def _usable(address: WorkerAddress, hosts: Collection[str]) -> frozenset[str]:
-    return frozenset(host for host in hosts if host in address._tcp_hosts and not is_loopback(host))
+def _usable(hosts: Collection[str], device: Collection[str]) -> frozenset[str]:
+    return frozenset(host for host in device if host in hosts and not is_loopback(host))
 
 
 def _plain(host: str) -> str:
@@ -178,31 +178,41 @@ def addresses_of_devices(address: WorkerAddress) -> list[str]:
 def _beside(ip: str) -> list[str]:
     """The addresses of the network device that has this address: UCX listens at one of them."""
     interface = lib.tu_interface_with(_native_address(ip))
-    return _addresses(interface) if interface > 0 else []
+    return [host for host, _ in _places(interface)] if interface > 0 else []
 
 
-def _leading_to(ip: str) -> list[str]:
-    """The addresses of the network device by which packets to an address leave."""
-    return _addresses(lib.tu_interface_to(_native_address(ip)))
+def _leading(ours: str, peer: str) -> list[str]:
+    """The addresses of the network device by which packets from one address to another leave."""
+    interface = lib.tu_interface_between(_native_address(ours), _native_address(peer))
+    return [host for host, _ in _places(interface)] if interface > 0 else []
 
 
 def may_lead_to(address: WorkerAddress, host: str) -> bool:
-    """True if packets to an IP address leave by a TCP device of our worker; True if the kernel does not say."""
-    return not (found := _leading_to(host)) or not {*address._tcp_hosts}.isdisjoint(found)
+    """True if a TCP device of our worker leads to an IP address, and UCX thinks so; or if the kernel does not say."""
+    return any(lib.tu_leads_to(_native_address(own), _native_address(host)) for own in address._tcp_hosts)
 
 
-def active_addresses() -> frozenset[str]:
+def active_addresses() -> Places:
     """Returns the addresses of this host's network devices that are up and have a carrier: UCX uses no others."""
-    return frozenset(_addresses(lib.TU_ACTIVE))
+    return frozenset(_places(lib.TU_ACTIVE))
+
+
+def _device_with(ip: str) -> str:
+    """The name of the network device that has this address; "" if none has."""
+    interface = lib.tu_interface_with(_native_address(ip))
+    try:
+        return socket.if_indextoname(interface) if interface > 0 else ""
+    except OSError:  # it has just gone
+        return ""
 
 
 def _native_address(ip: str) -> Any:
     return ffi.new("tu_address_t *", (int(family_of(ip)), ip.encode(), 0, 0))
 
 
-def _addresses(interface: int) -> list[str]:
-    """The addresses of the network device with this index."""
+def _places(interface: int) -> list[tuple[str, str]]:
+    """The addresses of the network device with this index, each with the device's name."""
     size = lib.tu_interface_addresses(interface, ffi.NULL, 0)
     found = ffi.new("tu_address_t[]", size)
-    count = lib.tu_interface_addresses(interface, found, size)
-    return [ffi.string(found[number].ip).decode() for number in range(min(count, size))]
+    count = min(lib.tu_interface_addresses(interface, found, size), size)
+    return [(ffi.string(each.ip).decode(), ffi.string(each.device).decode()) for each in found[0:count]]
