@@ -247,7 +247,7 @@ def test_cores() -> None:
 
 def test_why_there_is_no_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One obstacle after another is removed."""
-    monkeypatch.setattr(devices, "_has_module", lambda name: False)
+    monkeypatch.setattr(devices.rdma, "has_module", lambda name: False)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
     monkeypatch.setattr(devices, "lockable_memory", lambda: 8 << 20)
 
@@ -265,33 +265,33 @@ def test_why_there_is_no_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as closed:
         closed.setattr(os, "access", lambda *_: False)
         assert "this user may not open" in found()
-    assert "built without InfiniBand" in found()
-    monkeypatch.setattr(devices, "_has_module", lambda name: name == "ib")
+    assert "built without verbs" in found()
+    monkeypatch.setattr(devices.rdma, "has_module", lambda name: name == "ib")
     assert "no libibverbs" in found()
     monkeypatch.setattr("ctypes.util.find_library", lambda name: f"lib{name}.so.1")
     assert "may lock only 8 MiB" in found()
     monkeypatch.setattr(devices, "lockable_memory", lambda: -1)
     assert "UCX does not use mlx5_0" in found()
     rdma = [("rc_mlx5", "mlx5_0:1")]
-    assert "disables rc_mlx5/mlx5_0:1" in devices.check_rdma([*TCP, *rdma], TCP, tmp_path).found
+    assert "rc_mlx5/mlx5_0:1 is not chosen" in devices.check_rdma([*TCP, *rdma], TCP, tmp_path).found
     assert devices.check_rdma(rdma, rdma, tmp_path).state == "ok"
     monkeypatch.setattr(devices, "lockable_memory", lambda: 8 << 20)
     assert devices.check_rdma(rdma, rdma, tmp_path).state == "warning"
 
 
 def test_modules_of_this_ucx() -> None:
-    assert devices._has_module("cma") and not devices._has_module("nonsense")
+    assert devices.rdma.has_module("cma") and not devices.rdma.has_module("nonsense")
 
 
 def test_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, rdma = [("cuda_copy", "cuda")], [("rc_mlx5", "mlx5_0:1")]
-    monkeypatch.setattr(devices, "_has_module", lambda name: False)
+    monkeypatch.setattr(devices.rdma, "has_module", lambda name: False)
     assert devices.check_gpu(TCP, TCP, tmp_path).found.startswith("none")
     files(tmp_path, **{"proc/driver/nvidia/gpus/0": ""})
     assert "no /dev/nvidia* here" in devices.check_gpu(TCP, TCP, tmp_path).found
     files(tmp_path, **{"dev/nvidia0": ""})
     assert "built without CUDA" in devices.check_gpu(TCP, TCP, tmp_path).found
-    monkeypatch.setattr(devices, "_has_module", lambda name: True)
+    monkeypatch.setattr(devices.rdma, "has_module", lambda name: True)
     assert "finds no driver" in devices.check_gpu(TCP, TCP, tmp_path).found
     assert "configuration disables" in devices.check_gpu(cuda, TCP, tmp_path).found
     assert devices.check_gpu(cuda, cuda, tmp_path).state == "ok"
@@ -490,7 +490,7 @@ def test_what_a_failure_means() -> None:
     assert (
         peers.judge("x", {"a": good, "b": good}, "problem").found == "8 bytes in 1.0 ms, 8 MiB in 2.0 ms over tcp/eth0"
     )
-    unused = peers.judge("x", {"a": good, "b": good}, "problem", devices.RDMA)
+    unused = peers.judge("x", {"a": good, "b": good}, "problem", devices.rdma.TRANSPORTS)
     assert unused.state == "warning" and "RDMA is not used" in str(unused.advice)
     failed = peers.judge("x", {"a": nothing, "b": peers.Outcome(refused="10.0.0.1:7 does not answer")}, "warning")
     assert failed.state == "warning" and "UCX_TCP_PORT_RANGE" in str(failed.advice) and "a: reset" in failed.found

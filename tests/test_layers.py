@@ -100,7 +100,7 @@ UCP = [
     ["_features", "_status", "_keys"],
     [
         *("_quirks.__init__", "_quirks.releases", "_quirks.address_layout", "_quirks.option_limits"),
-        *("_quirks.default_options",),
+        *("_quirks.default_options", "_quirks.rdma"),
         *("_quirks.wake_sockets", "_quirks.shared_memory", "_quirks.descriptors", "_quirks.forks", "_quirks.log"),
         "_quirks.sandboxes",
     ],

@@ -96,8 +96,8 @@ def test_info_json() -> None:
     assert "lo" in transports["tcp"]["devices"]
     assert "memory" in transports["sysv"]["devices"]
     assert all(one["in_force"] for one in facts["defaults"])
-    assert facts["config"]["TLS"] == "all"
-    left_out = {"POSIX_SHM_MIN_SIZE"}  # posix shared memory, where there is that of System V
+    assert facts["config"]["TLS"] == "^ib"
+    left_out = {"POSIX_SHM_MIN_SIZE", "TLS", "SOCKADDR_TLS_PRIORITY"}  # POSIX memory where there is System V's; RDMA
     assert set(facts["chosen"]) == {one["name"] for one in facts["defaults"]} | left_out
     assert facts["error"] is None
 

@@ -21,7 +21,7 @@ from ._attributes import ContextAttributes, check_name, native_name, query_conte
 from ._features import DEFAULT_FEATURES, Feature
 from ._memory.buffers import Contiguous
 from ._memory.registered import Access, Memory, allocate, register
-from ._quirks import descriptors, forks, option_limits, sandboxes, shared_memory
+from ._quirks import descriptors, forks, option_limits, rdma, sandboxes, shared_memory
 from ._quirks import log as ucx_log
 from ._quirks.default_options import DEFAULT_OPTIONS
 from ._quirks.forks import Birth
@@ -98,6 +98,7 @@ class Context(metaclass=OpenedNotConstructed):
         if "TCP_TX_SEG_SIZE" in defaults and received is not None and received < 64 << 10:
             defaults["TCP_TX_SEG_SIZE"] = str(received)  # UCX refuses to send longer segments than it receives
         options = {**defaults, **keepalive, **chosen}
+        options.update(rdma.restrict({**option_limits.environment(), **options}))
         options.update(shared_memory.restrict({**option_limits.environment(), **options}))
         sandboxes.check(_transports(options))
         places = active_addresses()
@@ -496,7 +497,7 @@ def _initialisation_error(status: int, options: Mapping[str, str]) -> Exception:
 
 def with_chosen_options(doing: str, options: Mapping[str, str]) -> str:
     """Returns what failed, with the options that may be why: UCX says only in its log which one it refuses."""
-    chosen = option_limits.chosen(options, {**DEFAULT_OPTIONS, "POSIX_SHM_MIN_SIZE": "inf"})
+    chosen = option_limits.chosen(options, {**DEFAULT_OPTIONS, **rdma.LEFT_OUT, "POSIX_SHM_MIN_SIZE": "inf"})
     return f"{doing}, with the options {chosen} (UCX's log says what it refuses)" if chosen else doing
 
 

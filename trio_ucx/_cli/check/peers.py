@@ -16,12 +16,11 @@ from ..._opening.addresses import outward_address
 from ..._util.socket_addresses import format_address, is_loopback
 from ..._util.text import printable
 from ..._version import __version__
-from ...ucp._internal_api import obstacle_to_shared_memory
+from ...ucp._internal_api import obstacle_to_shared_memory, rdma
 from ..errors import PerfError, describe
 from ..info import resources
 from ..listener_log import log_line
 from .control import ANSWER, ControlChannel, connect
-from .devices import RDMA
 from .finding import Finding, State, warn_unless
 from .software import FAILURES
 
@@ -151,7 +150,7 @@ def describe_self(worker: ucp.Worker, stream: trio.SocketStream) -> dict[str, An
     at, peer = (end()[0].removeprefix("::ffff:") for end in (stream.socket.getsockname, stream.socket.getpeername))
     return {
         **{"trio_ucx": __version__, "ucx": ucx.release, "address": bytes(worker.address).hex(), "at": at, "peer": peer},
-        "rdma": any(name.startswith(RDMA) for name, _ in found),
+        "rdma": any(name.startswith(rdma.TRANSPORTS) for name, _ in found),
         # The address lists the TCP devices in UCX's order.
         "devices": dict(zip(ips, tcp, strict=True)) if len(ips) == len(tcp) else {},
     }
@@ -231,6 +230,6 @@ def plan(host: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Itera
         mine, other = ({"TLS": "tcp", "NET_DEVICES": each} for each in (ours["devices"][source], device))
         name = f"tcp {ours['devices'][source]} ({source}) - {device} ({ip})"
         yield Plan(name, mine, other, source, ip, "problem" if leads else "warning")
-    expected = RDMA if obstacle and (ours["rdma"] or theirs["rdma"]) else ("",)
+    expected = rdma.TRANSPORTS if obstacle and (ours["rdma"] or theirs["rdma"]) else ("",)
     at = [side["at"] if side["at"] in side["devices"] and obstacle else None for side in (ours, theirs)]
     yield Plan("all transports", {}, {}, at[0], at[1], expected=expected)

@@ -7,6 +7,7 @@ here.
     releases          differences between releases, and the warning about unknown ones
     address_layout    what UCX does not tell about worker addresses
     default_options   options that trio_ucx sets
+    rdma              strangers at RDMA devices, which have no gate
     option_limits     values of options with which UCX crashes, hangs or loses messages
     shared_memory     a kind of shared memory that is not available keeps UCX from opening a worker
     sandboxes         a systemd unit denies what UCX needs, and UCX does not say so
