@@ -828,7 +828,7 @@ async def test_a_connection_that_is_made_while_the_group_ends_is_not_kept() -> N
 
             async def answering(connection: trio_ucx.Connection) -> None:
                 channel, _hello = await _links.first_message(connection)
-                await channel.send(encode(RankAnswer()))
+                channel.send_nowait(encode(RankAnswer()))
                 links.end()
                 with pytest.raises((trio.BrokenResourceError, trio.EndOfChannel)) as caught:
                     await channel.receive()
