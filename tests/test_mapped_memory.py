@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
@@ -10,6 +15,8 @@ import numpy as np
 import pytest
 from remote import for_ucx, open_endpoint_and_context, open_owner
 
+import trio_ucx
+from trio_ucx import ucp
 from trio_ucx.ucp._rma.remote_memory import RemoteMemory
 
 SIZE = 2**21
@@ -112,3 +119,43 @@ async def test_a_key_of_another_address_is_refused() -> None:
                     await chain.run()
                 with pytest.raises(ValueError, match="contradicts itself"):
                     await remote.get(0, 8)
+
+
+@contextmanager
+def limited(what: str) -> Iterator[None]:
+    """For a moment this process gets no more descriptors, or 64 MiB of address space."""
+    kind = resource.RLIMIT_AS if what == "room" else resource.RLIMIT_NOFILE
+    gc.collect()
+    fillers = [os.open(os.devnull, os.O_RDONLY) for _ in os.listdir("/proc/self/fd")]
+    room = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE") + 2**26
+    before = resource.getrlimit(kind)
+    try:
+        resource.setrlimit(kind, (room if what == "room" else max(fillers) + 1, before[1]))
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+        for filler in fillers:
+            os.close(filler)
+
+
+@pytest.mark.parametrize(
+    ("what", "transports", "said"),
+    [
+        ("room", "sysv,self", "Cannot allocate memory"),
+        ("room", "posix,self", "Cannot allocate memory"),
+        ("descriptors", "posix,self", "Too many open files"),
+        ("descriptors", "sysv,self", "cannot be reached"),
+    ],
+)
+async def test_memory_that_this_process_cannot_map(what: str, transports: str, said: str) -> None:
+    """Then it is not called closed, and gets go by messages."""
+    async with open_endpoint_and_context(transports, "worker") as (endpoint, context):
+        with context.allocate(2**28) as memory:
+            with endpoint.attach(memory.descriptor) as remote, endpoint.attach(memory.descriptor) as other:
+                await remote.flush()
+                with limited(what):
+                    with pytest.raises(trio_ucx.UCXError, match=f"{said}.*use get and put") as caught:
+                        remote.map()
+                    assert caught.value.status is ucp.Status.UNREACHABLE
+                    assert await other.get(0, 8) == bytes(8)
+                assert remote.map()[:8] == bytes(8)

@@ -23,6 +23,9 @@ does not notice that its peer died, and UCX ends the process when the endpoint g
 
 from __future__ import annotations
 
+import mmap
+import os
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -151,8 +154,8 @@ class Key:
 
 
 def _end_of_shared_mapping(address: int) -> int:
-    """The end of the shared mapping at this address; 0 if there is none."""
-    with open("/proc/self/maps", "rb") as maps:
+    """The end of the shared mapping at this address; 0 if there is none, or the kernel does not tell."""
+    with suppress(OSError), open("/proc/self/maps", "rb") as maps:  # no descriptor may be left
         for line in maps:
             span, permissions, _ = line.split(b" ", 2)
             first, _, end = span.partition(b"-")
@@ -204,6 +207,16 @@ def _has_only_tcp(core: EndpointCore) -> bool:
 def _is_emulated(core: EndpointCore) -> bool:
     """True if UCX would put and get by messages of its own, as far as UCX tells."""
     return all(lane.decode().startswith(_SOFTWARE) for lane in core.lanes() or ())
+
+
+def not_mapped(nbytes: int) -> UCXError:
+    """The exception for memory that UCX could not map: it has gone, or this process can map nothing of that size."""
+    try:
+        with open(os.devnull), mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ):
+            return closed("mapping remote memory")
+    except OSError as error:
+        doing = f"mapping {nbytes} bytes of remote memory here failed ({error.strerror}): use get and put"
+        return UCXError(Status.UNREACHABLE, doing)
 
 
 def closed(doing: str) -> UCXError:
