@@ -13,7 +13,6 @@ from types import TracebackType
 import trio
 
 from .contained import contained
-from .handles import dropped
 
 logger = logging.getLogger("trio_ucx")
 
@@ -91,5 +90,9 @@ class BlockScope:
         task, self._task = self._task, None
         if trio.lowlevel.current_task() is task:
             return self._scope.__exit__(exc_type, exc, traceback)
-        logger.warning("%s. Trio may say that the cancel scopes of %s are corrupted", dropped(self._name), task)
+        logger.warning(
+            "a block of %s() was dropped before its end: Trio may say that the cancel scopes of %s are corrupted",
+            self._name,
+            task,
+        )
         return False

@@ -193,7 +193,7 @@ def check_whole(data: Any) -> None:
 
 
 def check_array(data: Any, array: Array) -> None:
-    """The same, for an object that lies in this memory."""
+    """Refuses an object that lies in this memory, as :func:`check_whole` does."""
     if array.nbytes > 0 and array.memory_type in (None, MemoryType.HOST):
         steps = zip(array.shape, array.strides or _compact(array), strict=True)
         last = array.address + sum(max(0, (length - 1) * stride) for length, stride in steps) + array.itemsize - 1
