@@ -123,11 +123,14 @@ async def test_a_key_of_another_address_is_refused() -> None:
 
 @contextmanager
 def limited(what: str) -> Iterator[None]:
-    """For a moment this process gets no more descriptors, or 64 MiB of address space."""
+    """For a moment this process gets no more descriptors, or 8 MiB of address space."""
     kind = resource.RLIMIT_AS if what == "room" else resource.RLIMIT_NOFILE
     gc.collect()
-    fillers = [os.open(os.devnull, os.O_RDONLY) for _ in os.listdir("/proc/self/fd")]
-    room = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE") + 2**26
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    fillers = [os.open(os.devnull, os.O_RDONLY)]
+    while fillers[-1] < highest:
+        fillers.append(os.open(os.devnull, os.O_RDONLY))
+    room = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE") + 2**23
     before = resource.getrlimit(kind)
     try:
         resource.setrlimit(kind, (room if what == "room" else max(fillers) + 1, before[1]))
@@ -150,12 +153,16 @@ def limited(what: str) -> Iterator[None]:
 async def test_memory_that_this_process_cannot_map(what: str, transports: str, said: str) -> None:
     """Then it is not called closed, and gets go by messages."""
     async with open_endpoint_and_context(transports, "worker") as (endpoint, context):
-        with context.allocate(2**28) as memory:
+        with context.allocate(2**25) as memory:
+            raw = for_ucx(memory.descriptor)  # read by UCX
             with endpoint.attach(memory.descriptor) as remote, endpoint.attach(memory.descriptor) as other:
                 await remote.flush()
-                with limited(what):
+                with limited(what), endpoint.attach(raw) as unreachable:
                     with pytest.raises(trio_ucx.UCXError, match=f"{said}.*use get and put") as caught:
                         remote.map()
                     assert caught.value.status is ucp.Status.UNREACHABLE
                     assert await other.get(0, 8) == bytes(8)
+                    if what == "room":
+                        with pytest.raises(trio_ucx.UCXError, match=said):
+                            await unreachable.get(0, 8)
                 assert remote.map()[:8] == bytes(8)

@@ -362,12 +362,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             raise UCXError(
                 Status.NOT_CONNECTED, "mapping remote memory before the connection is up: await connect() first"
             )
-        try:
-            key = self._key("load and store", self._core)
-        except UCXError as error:
-            if error.status is not Status.SHMEM_SEGMENT:
-                raise
-            raise not_mapped(self.nbytes) from error
+        key = self._key("load and store", self._core)
         mapping = key.mapped(self._descriptor)
         if mapping is None:
             raise UCXError(Status.UNREACHABLE, "this memory cannot be reached by load and store: use get and put")
@@ -566,7 +561,12 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     def _key(self, use: str, core: EndpointCore) -> Key:
         if use not in self._keys:
-            self._keys[use] = Key(core, self._descriptor.rkey)
+            try:
+                self._keys[use] = Key(core, self._descriptor.rkey)
+            except UCXError as error:
+                if error.status is not Status.SHMEM_SEGMENT:
+                    raise
+                raise not_mapped(self.nbytes) from error
         return self._keys[use]
 
     # ---- checks ----
