@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
+import mmap
 import os
 import random
 import resource
@@ -17,6 +20,7 @@ from remote import for_ucx, open_endpoint_and_context, open_owner
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx.ucp._rma.access_paths import _end_of_shared_mapping
 from trio_ucx.ucp._rma.remote_memory import RemoteMemory
 
 SIZE = 2**21
@@ -119,6 +123,27 @@ async def test_a_key_of_another_address_is_refused() -> None:
                     await chain.run()
                 with pytest.raises(ValueError, match="contradicts itself"):
                     await remote.get(0, 8)
+
+
+@pytest.mark.parametrize("how", ["asks", "reads"])
+def test_the_end_of_a_shared_mapping(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux before 6.11 has to be read."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
+
+    if how == "reads":
+        monkeypatch.setattr(fcntl, "ioctl", refuse)
+    size = 3 * mmap.PAGESIZE
+    for flags, shared in ((mmap.MAP_SHARED, True), (mmap.MAP_PRIVATE, False)):
+        with mmap.mmap(-1, size, flags, mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
+            array = np.frombuffer(mapped, np.uint8)
+            begin = array.ctypes.data
+            for offset in (0, mmap.PAGESIZE, size - 1):
+                end = _end_of_shared_mapping(begin + offset)
+                assert end >= begin + size if shared else end == 0
+            del array
+    assert _end_of_shared_mapping(mmap.PAGESIZE) == 0  # nothing is there
 
 
 @contextmanager

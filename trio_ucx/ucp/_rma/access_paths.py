@@ -23,8 +23,10 @@ does not notice that its peer died, and UCX ends the process when the endpoint g
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import struct
 from contextlib import suppress
 from typing import Any
 
@@ -41,6 +43,9 @@ from .._status import Status, UCXError
 
 #: UCX's transports that do not put and get by RDMA hardware.
 _SOFTWARE = ("tcp", "sysv", "posix", "self", "cma", "knem", "xpmem", "cuda", "gdr", "rocm", "ze")
+
+#: Linux 6.11 tells of one mapping (``struct procmap_query``). Reading of 30,000 may take 49 ms.
+_PROCMAP_QUERY, _PROCMAP_QUERY_VMA_SHARED, _QUERY = 0xC0686611, 0x08, struct.Struct("=9Q4I2Q")
 
 #: Longer gets and puts over TCP go as several messages of so many bytes: as much as finds room in one segment, which
 #: the receiver need not put together.
@@ -156,6 +161,11 @@ class Key:
 def _end_of_shared_mapping(address: int) -> int:
     """The end of the shared mapping at this address; 0 if there is none, or the kernel does not tell."""
     with suppress(OSError), open("/proc/self/maps", "rb") as maps:  # no descriptor may be left
+        query = bytearray(_QUERY.pack(_QUERY.size, 0, address, *bytes(12)))
+        with suppress(OSError):  # an older kernel
+            fcntl.ioctl(maps, _PROCMAP_QUERY, query)
+            _, _, _, _, last, flags, *_ = _QUERY.unpack(query)
+            return int(last) if flags & _PROCMAP_QUERY_VMA_SHARED else 0
         for line in maps:
             span, permissions, _ = line.split(b" ", 2)
             first, _, end = span.partition(b"-")
