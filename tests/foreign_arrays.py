@@ -10,6 +10,26 @@ from trio_ucx.ucp._memory.foreign import _Tensor, _Versioned
 CPU, CUDA, CUDA_HOST, OPENCL, ROCM, MANAGED = 1, 2, 3, 4, 10, 13
 
 
+class Tensor:
+    """An array that has DLPack and nothing else."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+
+class OldTensor(Tensor):
+    """One from before DLPack 1.0."""
+
+    def __dlpack__(self, stream: None = None) -> Any:
+        return self.array.__dlpack__()
+
+
 def described(memory: Any, *, version: tuple[int, int] | None = (1, 0), device: int = CPU, **fields: Any) -> Any:
     """An object whose capsule says what we like about the memory of a ctypes array."""
     shape = fields.pop("shape", (ctypes.sizeof(memory),))

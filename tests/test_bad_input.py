@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
+from foreign_arrays import Tensor
 from helpers import open_listener, open_pair, open_raw_listener, open_raw_pair, pattern, tasks_begin, until
 from refused_memory import few_allocations
 
@@ -125,16 +126,19 @@ async def test_mapped_file_that_was_truncated(worker: ucp.Worker, tmp_path: Path
             array[1:][10:],
             memoryview(array),
             [bytearray(1), mapped],
+            np.from_dlpack(array),
+            Tensor(array),
+            ucp.Strided(Tensor(array[::2])),
         ):
-            await refuses(partial(client.send, data), ValueError, "cannot send this .*truncated")
-            await refuses(partial(client.send_nowait, data), ValueError, "cannot send this .*truncated")
-            await refuses(partial(server.receive_into, data), ValueError, "cannot receive into this .*truncated")
+            await refuses(partial(client.send, data), ValueError, "cannot use this .*truncated")
+            await refuses(partial(client.send_nowait, data), ValueError, "cannot use this .*truncated")
+            await refuses(partial(server.receive_into, data), ValueError, "cannot use this .*truncated")
         for view in (array[::2], array[::-1]):
-            await refuses(partial(client.send, ucp.Strided(view)), ValueError, "cannot send this .*truncated")
+            await refuses(partial(client.send, ucp.Strided(view)), ValueError, "cannot use this .*truncated")
         for data in (mapped, memoryview(mapped)[kept : kept + 1], memoryview(mapped)[kept : kept + 300_000]):
-            await refuses(partial(client.send_all, data), ValueError, "cannot send this .*truncated")
+            await refuses(partial(client.send_all, data), ValueError, "cannot use this .*truncated")
         for view in (array, array[kept : kept + 10], array[::2], memoryview(mapped)[kept : kept + 1]):
-            await refuses(partial(client.send_array, view), ValueError, "cannot send this .*truncated")
+            await refuses(partial(client.send_array, view), ValueError, "cannot use this .*truncated")
         for part in (memoryview(mapped)[:kept], array[:kept], array[kept:kept]):
             await client.send(part)
             assert await server.receive() == bytes(part)

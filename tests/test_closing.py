@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import trio
@@ -34,7 +33,7 @@ from injected_faults import break_connection, close_worker, close_worker_at_once
 from timing import PROMPT, Stopwatch, cancelled_after
 
 import trio_ucx
-from trio_ucx import testing, ucp
+from trio_ucx import ucp
 from trio_ucx._link import closing
 from trio_ucx._link.closing import ABORT_GRACE
 from trio_ucx.testing import internals
@@ -450,19 +449,6 @@ async def test_end_of_the_run_closes_what_was_not(transports: str) -> None:
 
         await trio.to_thread.run_sync(run)
         assert "closed" in repr(kept[0])
-
-
-@pytest.mark.parametrize("name", ["trio_ucx.ucp.open_worker", "trio_ucx.testing.open_connection_pair"])
-async def test_a_block_that_is_dropped_is_named_and_left(name: str) -> None:
-    block: Any = ucp.open_worker() if name.endswith("worker") else testing.open_connection_pair()
-    opened = await block.__aenter__()
-    trios = pytest.warns(ResourceWarning, match="Async generator")
-    with trios, pytest.warns(ResourceWarning, match=f"a block of {name}.* was dropped"):
-        del block
-    if isinstance(opened, ucp.Worker):
-        await until(lambda: "closed" in repr(opened))
-    else:
-        await until(lambda: opened[0].closed and opened[1].closed)
 
 
 async def test_dropped_objects_leave_a_warning_only(worker: ucp.Worker) -> None:

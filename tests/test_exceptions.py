@@ -8,16 +8,20 @@ import inspect
 import multiprocessing
 import pickle
 import pkgutil
+import socket
+import ssl
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import trio
-from helpers import open_pair, until
+from helpers import open_listener, open_pair, until
 
 import trio_ucx
 from trio_ucx import rpc, ucp
+from trio_ucx._util.picklable import with_text
 from trio_ucx.ucp._status import Origin, about, is_about
 
 for module in pkgutil.walk_packages(trio_ucx.__path__, "trio_ucx."):
@@ -71,6 +75,13 @@ def seen(error: BaseException) -> dict[str, Any]:
     return attributes | {"kind": type(error), "str": str(error), "repr": repr(error), "notes": notes}
 
 
+def check_copies(error: BaseException) -> None:
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert seen(pickle.loads(pickle.dumps(error, protocol))) == seen(error)
+    for copied in (copy.copy(error), copy.deepcopy(error)):
+        assert seen(copied) == seen(error)
+
+
 def fail_with(error: BaseException) -> NoReturn:
     raise error
 
@@ -88,14 +99,36 @@ def test_all_classes_are_found() -> None:
 @pytest.mark.parametrize("kind", [*CLASSES, *FOREIGN], ids=lambda kind: kind.__name__)
 def test_an_exception_is_copied(kind: type[BaseException], pool: ProcessPoolExecutor) -> None:
     error = sample(kind)
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        assert seen(pickle.loads(pickle.dumps(error, protocol))) == seen(error)
+    check_copies(error)
     for copied in (copy.copy(error), copy.deepcopy(error)):
-        assert seen(copied) == seen(error)
         assert is_about(copied, error._trio_ucx_origin)  # type: ignore[attr-defined]
     with pytest.raises(kind) as caught:
         pool.submit(fail_with, error).result(60)
     assert seen(caught.value) == seen(error)
+
+
+@pytest.mark.parametrize("kind", [*(each for each in CLASSES if issubclass(each, OSError)), OSError])
+def test_a_text_that_was_changed_is_copied(kind: type[OSError]) -> None:
+    foreign = [FileNotFoundError(2, "a text", "its file"), socket.gaierror(-2, "a text"), ssl.SSLError(1, "a text")]
+    for error in (sample(kind), *foreign):
+        assert isinstance(error, OSError)
+        number = error.errno
+        assert with_text(error, "another text") is error
+        assert error.errno == number and error.strerror in (None, "another text")
+        assert "another text" in str(error) and "a text" not in str(error)
+        check_copies(error)
+
+
+def test_only_one_function_changes_texts() -> None:
+    for path in Path(trio_ucx.__file__).parent.rglob("*.py"):
+        assert ".strerror = " not in path.read_text() or path.name == "picklable.py", path
+
+
+async def test_what_is_raised_for_a_port_in_use_is_copied() -> None:
+    async with open_listener() as listener:
+        with pytest.raises(OSError, match="listening at 127.0.0.1:") as caught:
+            await trio_ucx.open_ucx_listeners(listener.address[1], host="127.0.0.1")
+    check_copies(caught.value)
 
 
 def test_a_subclass_of_a_program_is_copied() -> None:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import gc
+import mmap
+import os
 import random
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
@@ -10,6 +18,9 @@ import numpy as np
 import pytest
 from remote import for_ucx, open_endpoint_and_context, open_owner
 
+import trio_ucx
+from trio_ucx import ucp
+from trio_ucx.ucp._rma.access_paths import _end_of_shared_mapping
 from trio_ucx.ucp._rma.remote_memory import RemoteMemory
 
 SIZE = 2**21
@@ -112,3 +123,71 @@ async def test_a_key_of_another_address_is_refused() -> None:
                     await chain.run()
                 with pytest.raises(ValueError, match="contradicts itself"):
                     await remote.get(0, 8)
+
+
+@pytest.mark.parametrize("how", ["asks", "reads"])
+def test_the_end_of_a_shared_mapping(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux before 6.11 has to be read."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
+
+    if how == "reads":
+        monkeypatch.setattr(fcntl, "ioctl", refuse)
+    size = 3 * mmap.PAGESIZE
+    for flags, shared in ((mmap.MAP_SHARED, True), (mmap.MAP_PRIVATE, False)):
+        with mmap.mmap(-1, size, flags, mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
+            array = np.frombuffer(mapped, np.uint8)
+            begin = array.ctypes.data
+            for offset in (0, mmap.PAGESIZE, size - 1):
+                end = _end_of_shared_mapping(begin + offset)
+                assert end >= begin + size if shared else end == 0
+            del array
+    assert _end_of_shared_mapping(mmap.PAGESIZE) == 0  # nothing is there
+
+
+@contextmanager
+def limited(what: str) -> Iterator[None]:
+    """For a moment this process gets no more descriptors, or 8 MiB of address space."""
+    kind = resource.RLIMIT_AS if what == "room" else resource.RLIMIT_NOFILE
+    gc.collect()
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    fillers = [os.open(os.devnull, os.O_RDONLY)]
+    while fillers[-1] < highest:
+        fillers.append(os.open(os.devnull, os.O_RDONLY))
+    room = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE") + 2**23
+    before = resource.getrlimit(kind)
+    try:
+        resource.setrlimit(kind, (room if what == "room" else max(fillers) + 1, before[1]))
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+        for filler in fillers:
+            os.close(filler)
+
+
+@pytest.mark.parametrize(
+    ("what", "transports", "said"),
+    [
+        ("room", "sysv,self", "Cannot allocate memory"),
+        ("room", "posix,self", "Cannot allocate memory"),
+        ("descriptors", "posix,self", "Too many open files"),
+        ("descriptors", "sysv,self", "cannot be reached"),
+    ],
+)
+async def test_memory_that_this_process_cannot_map(what: str, transports: str, said: str) -> None:
+    """Then it is not called closed, and gets go by messages."""
+    async with open_endpoint_and_context(transports, "worker") as (endpoint, context):
+        with context.allocate(2**25) as memory:
+            raw = for_ucx(memory.descriptor)  # read by UCX
+            with endpoint.attach(memory.descriptor) as remote, endpoint.attach(memory.descriptor) as other:
+                await remote.flush()
+                with limited(what), endpoint.attach(raw) as unreachable:
+                    with pytest.raises(trio_ucx.UCXError, match=f"{said}.*use get and put") as caught:
+                        remote.map()
+                    assert caught.value.status is ucp.Status.UNREACHABLE
+                    assert await other.get(0, 8) == bytes(8)
+                    if what == "room":
+                        with pytest.raises(trio_ucx.UCXError, match=said):
+                            await unreachable.get(0, 8)
+                assert remote.map()[:8] == bytes(8)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio.testing
-from foreign_arrays import CPU, CUDA, CUDA_HOST, MANAGED, OPENCL, ROCM, described
+from foreign_arrays import CPU, CUDA, CUDA_HOST, MANAGED, OPENCL, ROCM, OldTensor, Tensor, described
 from helpers import open_pair, open_raw_pair, pattern, until
 from injected_faults import ignore_unreachable_memory
 
@@ -24,26 +24,6 @@ from trio_ucx.ucp import DeviceBuffer, MemoryType, Strided
 from trio_ucx.ucp._memory import cuda as _cuda
 from trio_ucx.ucp._memory.buffers import Pinned
 from trio_ucx.ucp._memory.foreign import array_of
-
-
-class Tensor:
-    """An array that has DLPack and nothing else."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
-
-
-class OldTensor(Tensor):
-    """One from before DLPack 1.0."""
-
-    def __dlpack__(self, stream: None = None) -> Any:
-        return self.array.__dlpack__()
 
 
 class Interface:

@@ -93,6 +93,17 @@ def test_the_unknown_owner_is_trusted_where_the_machine_s_root_is_unknown(
         assert (module._machine_root(), module._outside(1000)) == (root, outside), text
 
 
+def test_a_machine_without_proc_sys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As with systemd's ``ProcSubset=pid``."""
+    monkeypatch.setattr(module, "OVERFLOW_UID", tmp_path / "none")
+    module.overflow_uid.cache_clear()
+    try:
+        assert make_private(tmp_path / "folder")
+        assert module.overflow_uid() == 65534
+    finally:
+        module.overflow_uid.cache_clear()
+
+
 def test_a_relative_runtime_folder_is_ignored(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", "run")
     places[0].write_text("")

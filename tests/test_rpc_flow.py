@@ -242,7 +242,7 @@ async def test_an_answer_that_cannot_be_sent(
     with trio.fail_after(20):
         async with serving(rpc.serving(service)) as listener, rpc.connect(listener.address) as client:
             for _ in range(2):
-                with pytest.raises(rpc.RemoteError, match="cannot send this mmap: .*truncated"):
+                with pytest.raises(rpc.RemoteError, match="cannot use this mmap: .*truncated"):
                     await client.call("truncated")
             monkeypatch.setattr(trio_ucx.Channel, "_send_unscheduled", lacks_memory)
             left = 1

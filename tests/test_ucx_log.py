@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from remote import open_endpoint_and_context
 
+import trio_ucx
+from trio_ucx import ucp
 from trio_ucx._native import ffi
 from trio_ucx.ucp._quirks import log as ucx_log
 
@@ -243,6 +246,13 @@ for record in records:
         (b"/b/src/ucs/sys/sock.c", b"connect(fd=24, dest_addr=[::1]:24) failed: Operation canceled", "DEBUG"),
         (b"/b/src/ucs/sys/sock.c", b"connect(fd=24, dest_addr=10.0.0.5:24) failed: Permission denied", "ERROR"),
         (b"/b/src/ucp/tag/tag_match.c", b"unexpected tag-receive descriptor 0x5 was not matched", "DEBUG"),
+        (b"/b/src/uct/sm/mm/sysv/mm_sysv.c", b"shmat(shmid=327548972) failed: Invalid argument", "DEBUG"),
+        (b"/b/src/uct/sm/mm/sysv/mm_sysv.c", b"shmat(shmid=327548972) failed: Cannot allocate memory", "ERROR"),
+        (
+            b"/b/src/uct/sm/mm/posix/mm_posix.c",
+            b"open(file_name=/proc/2/fd/3 flags=0x0) failed: Too many",
+            "ERROR",
+        ),
         (b"/b/src/ucs/datastruct/mpool.c", b"object 0x5 was not returned to mpool ucp_requests", "ERROR"),
     ],
 )
@@ -254,6 +264,40 @@ def test_harmless_lines_are_for_debugging(
     caplog.set_level("DEBUG", logger="trio_ucx.ucx")
     ucx_log._log(line, 0)
     assert [record.levelname for record in caplog.records] == [level]
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What UCX has said above DEBUG. (All contexts are closed.)"""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "trio_ucx.ucx" and record.levelname != "DEBUG"
+    ]
+
+
+@pytest.mark.parametrize("transport", ["sysv", "posix"])
+async def test_memory_that_was_closed_is_no_news(transport: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with open_endpoint_and_context(f"{transport},self", "worker") as (endpoint, context):
+        memory = context.allocate(100)
+        remote = endpoint.attach(memory.descriptor)
+        await remote.flush()
+        memory.close()
+        with remote:
+            with pytest.raises(trio_ucx.UCXError, match="refused"):
+                remote.map()
+            with pytest.raises(trio_ucx.UCXError, match="refused"):
+                await remote.get()
+    assert logged(caplog) == []
+
+
+async def test_a_process_that_ends_while_ucx_connects_to_it_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"TLS": "sysv,self"}
+    async with ucp.open_worker(config=config) as worker:
+        async with ucp.open_worker(config=config) as other:
+            address = other.address
+        with pytest.raises(OSError, match="its shared memory is not there"):
+            await worker.open_endpoint(address)
+    assert logged(caplog) == []
 
 
 def test_lines_without_a_reader_and_from_a_forked_child_go_to_stderr() -> None:

@@ -650,7 +650,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             link = self._link
             sending = link.sending
             if type(data) not in (bytes, bytearray):
-                check_whole(data, "send")
+                check_whole(data)
             # An empty message would be the end of the stream.
             short = type(data) in (bytes, bytearray, memoryview) and 0 < len(data) <= stream.small_piece(
                 sending.credit.window

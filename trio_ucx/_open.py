@@ -30,6 +30,7 @@ from ._opening.unix import unix_path
 from ._util.arguments import check_in_trio, check_timeout
 from ._util.handles import OpenedNotConstructed
 from ._util.hidden import hide, hide_authkey
+from ._util.picklable import with_text
 from ._util.socket_addresses import (
     Resolved,
     SocketAddress,
@@ -120,7 +121,7 @@ class _Destination:
             raise ValueError(f"connecting to {self.label} is not possible: {error}") from None
         except OSError as error:
             if error.errno is not None:
-                error.strerror = f"connecting to {self.label}: {error.strerror}{_hint(error.errno)}"
+                with_text(error, f"connecting to {self.label}: {error.strerror}{_hint(error.errno)}")
                 raise
             raise _with_errno(error) from error.__cause__
 

@@ -21,6 +21,7 @@ from ._peer_info import Admit
 from ._server import Handler, OnHandlerError, Server
 from ._util.arguments import check_in_trio, check_integer, check_timeout
 from ._util.hidden import hide, hide_authkey
+from ._util.picklable import with_text
 from ._util.socket_addresses import SocketAddress, format_address
 from .ucp import Worker
 
@@ -162,7 +163,7 @@ async def _listen(port: int, host: str | None) -> list[trio.SocketListener]:
         return await trio.open_tcp_listeners(port, host=host)
     except OSError as error:
         where = f"port {port}" if host is None else format_address((host, port))
-        error.strerror = f"listening at {where}: {error.strerror or error}"
+        with_text(error, f"listening at {where}: {error.strerror or error}")
         raise
 
 

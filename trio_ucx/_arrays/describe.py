@@ -56,7 +56,7 @@ def describe(array: Any, purpose: str) -> Described:
         RuntimeError: it is in CUDA memory and there is no CUDA driver.
     """
     check_elements(array, purpose)
-    check_whole(array, purpose)
+    check_whole(array)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(array, (numpy.ndarray, numpy.generic)):
         if purpose != "send" and not (isinstance(array, numpy.ndarray) and array.flags.writeable):

@@ -12,6 +12,7 @@ import trio
 from .._errors import NotTrioUCX, refusal
 from .._link import Link, Options
 from .._rules.wire import ProtocolError, RefusalCode
+from .._util.picklable import with_text
 from .._version import SOFTWARE
 from ..ucp._internal_api import UCXError, under_way
 from .control_stream import Address, ControlStream, set_keepalive, why_tls_failed
@@ -166,8 +167,7 @@ class Connector:
             refused = refusal(RefusalCode.NOT_ADMITTED, f"{text}: {hint}", self.label)
             refused.__cause__ = error
             return refused
-        error.strerror = f"{text}: {hint}"
-        return error
+        return with_text(error, f"{text}: {hint}")
 
     async def _exchange(self, stream: ControlStream, exchange: Exchange, isolate: bool) -> None:
         """Runs the exchange, and hands the control socket over.

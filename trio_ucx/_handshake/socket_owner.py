@@ -22,19 +22,17 @@ import socket
 import struct
 import threading
 from collections.abc import Iterable
-from functools import cache
 from itertools import islice
 from pathlib import Path
 
 import attrs
 import trio
 
+from .._util.private_folder import overflow_uid
 from .._util.socket_addresses import family_of
 
 #: Sockets that are read of each table.
 MAX_SOCKETS = 50_000
-#: What Linux uses unless an administrator has changed it.
-_OVERFLOW_UID = 65534
 #: How many uids there are.
 _ALL_UIDS = 2**32 - 1
 #: The state of a connected socket (TCP_ESTABLISHED).
@@ -233,17 +231,9 @@ def read_tables(folder: str, local: End, remote: End) -> SocketRecord | None:
     return None
 
 
-@cache
-def _overflow_uid() -> int:
-    try:
-        return int(Path("/proc/sys/kernel/overflowuid").read_text())
-    except OSError:
-        return _OVERFLOW_UID
-
-
 def _is_known(uid: int) -> bool:
     """True if a uid that the kernel has reported stands for one user."""
     try:
-        return uid != _overflow_uid() or has_all_uids(Path("/proc/self/uid_map").read_text())
+        return uid != overflow_uid() or has_all_uids(Path("/proc/self/uid_map").read_text())
     except OSError:
         return False

@@ -68,16 +68,13 @@ static FILE *closing_fopen(const char *path, const char *mode)
 /* Called once, when UCX has been loaded. */
 void tu_close_on_exec(void)
 {
-    static const struct {
-        const char *name;
-        const void *function;
-    } imports[] = {
-        {"epoll_create", (const void *)(uintptr_t)closing_epoll_create},
-        {"pipe", (const void *)(uintptr_t)closing_pipe},
-        {"socket", (const void *)(uintptr_t)closing_socket},
-        {"timerfd_create", (const void *)(uintptr_t)closing_timerfd_create},
-        {"open", (const void *)(uintptr_t)closing_open},
-        {"fopen", (const void *)(uintptr_t)closing_fopen},
+    static const tu_import_t imports[] = {
+        TU_IMPORT("epoll_create", closing_epoll_create),
+        TU_IMPORT("pipe", closing_pipe),
+        TU_IMPORT("socket", closing_socket),
+        TU_IMPORT("timerfd_create", closing_timerfd_create),
+        TU_IMPORT("open", closing_open),
+        TU_IMPORT("fopen", closing_fopen),
     };
     const void *libraries[] = {
         (const void *)(uintptr_t)ucs_status_string, /* libucs */
@@ -86,8 +83,8 @@ void tu_close_on_exec(void)
     };
 
     for (size_t i = 0; i < sizeof(libraries) / sizeof(*libraries); i++) {
-        for (size_t j = 0; j < sizeof(imports) / sizeof(*imports) && libraries[i] != NULL; j++) {
-            (void)tu_replace_import(libraries[i], imports[j].name, imports[j].function);
+        if (libraries[i] != NULL) {
+            (void)tu_replace_imports(libraries[i], imports, sizeof(imports) / sizeof(*imports));
         }
     }
 }

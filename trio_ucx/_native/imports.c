@@ -110,3 +110,15 @@ bool tu_replace_import(const void *inside, const char *name, const void *functio
     dl_iterate_phdr(visit, &imports);
     return imports.found > 0 && imports.replaced == imports.found;
 }
+
+const char *tu_replace_imports(const void *inside, const tu_import_t *imports, size_t count)
+{
+    const char *missing = NULL;
+
+    for (size_t i = 0; i < count; i++) {
+        if (!tu_replace_import(inside, imports[i].name, imports[i].function)) {
+            missing = imports[i].name;
+        }
+    }
+    return missing;
+}

@@ -948,25 +948,18 @@ static int gate_close(int fd)
 
 static void replace_once(void)
 {
-    static const struct {
-        const char *name;
-        const void *function;
-    } imports[] = {
-        {"bind", (const void *)(uintptr_t)gate_bind},       {"listen", (const void *)(uintptr_t)gate_listen},
-        {"accept", (const void *)(uintptr_t)gate_accept},   {"connect", (const void *)(uintptr_t)gate_connect},
-        {"send", (const void *)(uintptr_t)gate_send},       {"recv", (const void *)(uintptr_t)gate_recv},
-        {"close", (const void *)(uintptr_t)gate_close},
+    static const tu_import_t imports[] = {
+        TU_IMPORT("bind", gate_bind),       TU_IMPORT("listen", gate_listen),
+        TU_IMPORT("accept", gate_accept),   TU_IMPORT("connect", gate_connect),
+        TU_IMPORT("send", gate_send),       TU_IMPORT("recv", gate_recv),
+        TU_IMPORT("close", gate_close),
     };
     const void *libucs = (const void *)(uintptr_t)ucs_status_string;
 
     for (size_t i = 0; i < BUCKETS; i++) {
         tu_list_init(&names[i]);
     }
-    for (size_t i = 0; i < sizeof(imports) / sizeof(*imports); i++) {
-        if (!tu_replace_import(libucs, imports[i].name, imports[i].function)) {
-            missing = imports[i].name;
-        }
-    }
+    missing = tu_replace_imports(libucs, imports, sizeof(imports) / sizeof(*imports));
 }
 
 /* ---- the life of a gate ---- */

@@ -117,8 +117,17 @@ void tu_keepalive_guard(void);
 
 /* ---- import tables (imports.c) ---- */
 
+typedef struct tu_import {
+    const char *name;
+    const void *function; /* what replaces it */
+} tu_import_t;
+
+#define TU_IMPORT(name, function) {(name), (const void *)(uintptr_t)(function)}
+
 /* Returns false if the library does not import the function, or if the system does not let it be replaced. */
 bool tu_replace_import(const void *inside, const char *name, const void *function);
+/* Replaces several. Returns the name of one that was not replaced; NULL: there is none. */
+const char *tu_replace_imports(const void *inside, const tu_import_t *imports, size_t count);
 
 /* ---- routes (routes.c) ---- */
 

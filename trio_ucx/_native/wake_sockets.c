@@ -95,21 +95,15 @@ static bool are_private;
 
 static void replace_once(void)
 {
-    static const struct {
-        const char *name;
-        const void *function;
-    } imports[] = {
-        {"bind", (const void *)(uintptr_t)private_bind},
-        {"close", (const void *)(uintptr_t)private_close},
-        {"sendto", (const void *)(uintptr_t)private_sendto},
-        {"recvfrom", (const void *)(uintptr_t)private_recvfrom},
+    static const tu_import_t imports[] = {
+        TU_IMPORT("bind", private_bind),
+        TU_IMPORT("close", private_close),
+        TU_IMPORT("sendto", private_sendto),
+        TU_IMPORT("recvfrom", private_recvfrom),
     };
     const void *libuct = tu_libuct();
 
-    are_private = libuct != NULL;
-    for (size_t i = 0; i < sizeof(imports) / sizeof(*imports) && are_private; i++) {
-        are_private = tu_replace_import(libuct, imports[i].name, imports[i].function);
-    }
+    are_private = libuct != NULL && tu_replace_imports(libuct, imports, sizeof(imports) / sizeof(*imports)) == NULL;
 }
 
 /* Lets our workers make private sockets from now on. Returns false if libuct does not import the functions that this

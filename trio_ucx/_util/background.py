@@ -1,20 +1,27 @@
-"""A nursery for the tasks of a block that is not inside it."""
+"""What an ``async with`` block has, so that a program may drop it: tasks that are not inside it, and a cancel scope.
+
+A program drops a block with an async generator that it does not read to its end: Trio then leaves it in another task.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextvars import copy_context
+from types import TracebackType
 
 import trio
 
 from .contained import contained
 
+logger = logging.getLogger("trio_ucx")
+
 
 class BackgroundNursery:
     """A nursery in a system task. An ``async with`` block opens it, and cancels it at its end.
 
-    The block's exceptions stay what they are. A program may drop the block, with an async generator that it does not
-    read to its end: it is then left in another task. Trio does not survive that with a nursery of the block's task.
+    The block's exceptions stay what they are. Trio does not survive a nursery of the block's task that another task
+    leaves.
 
     KeyboardInterrupt would end the run, so all its tasks must be protected from it.
 
@@ -54,3 +61,38 @@ class BackgroundNursery:
                 raise cancelled from None
         finally:
             self._ended.set()
+
+
+class BlockScope:
+    """A cancel scope around a block.
+
+    The task that has dropped the block stays in the scope. Trio would raise if another task left it, and would cancel
+    that task.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._scope = trio.CancelScope()
+        self._task: trio.lowlevel.Task | None = None
+
+    def cancel(self) -> None:
+        """Cancels the block, unless it was dropped."""
+        if self._task is not None:
+            self._scope.cancel()
+
+    def __enter__(self) -> None:
+        self._task = trio.lowlevel.current_task()
+        self._scope.__enter__()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        task, self._task = self._task, None
+        if trio.lowlevel.current_task() is task:
+            return self._scope.__exit__(exc_type, exc, traceback)
+        logger.warning(
+            "a block of %s() was dropped before its end: Trio may say that the cancel scopes of %s are corrupted",
+            self._name,
+            task,
+        )
+        return False

@@ -83,6 +83,11 @@ def publish(namespace: dict[str, Any], module: str) -> None:
             thing.__module__ = module
 
 
+def dropped(name: str) -> str:
+    """Returns the text of the warning about a block that a program has dropped."""
+    return f"a block of {name}() was dropped before its end: use it with `async with`, in one task"
+
+
 def warn_resource(message: str, source: object = None) -> None:
     """Warns where raising would do harm: a warning that is an error is reported as destructors' errors are."""
     try:

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from trio.lowlevel import enable_ki_protection
 
-from .handles import warn_resource
+from .handles import dropped, warn_resource
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -71,8 +71,7 @@ class _ProtectedAsync(AbstractAsyncContextManager[T]):
 
     def __del__(self) -> None:
         if self._inside:
-            name = f"{self._function.__module__}.{self._function.__qualname__}"
-            warn_resource(f"a block of {name}() was dropped before its end: use it with `async with`, in one task")
+            warn_resource(dropped(f"{self._function.__module__}.{self._function.__qualname__}"))
 
 
 class _Protected(AbstractContextManager[T]):

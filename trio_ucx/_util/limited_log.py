@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Hashable
 
+import attrs
 import trio
 
 from .contained import contained
@@ -16,13 +17,23 @@ logger = logging.getLogger("trio_ucx")
 LOG_INTERVAL = 60.0
 
 
+@attrs.frozen
+class _Unlogged:
+    """The line about the last event of a kind, and how many others there were."""
+
+    level: int
+    line: str
+    cause: BaseException | None
+    others: int
+
+
 class LimitedLog:
     """Logs the first event of a kind at once; then one line each LOG_INTERVAL: the last event, and how many others."""
 
     def __init__(self) -> None:
         self._last: dict[Hashable, float] = {}
-        #: By kind, what was not logged yet: the line about the last event, and how many others there were.
-        self._unlogged: dict[Hashable, tuple[int, str, BaseException | None, int]] = {}
+        #: By kind, what was not logged yet.
+        self._unlogged: dict[Hashable, _Unlogged] = {}
 
     def has_logged(self, kind: Hashable) -> bool:
         return kind in self._last
@@ -37,17 +48,17 @@ class LimitedLog:
             self._last[kind] = now
             logger.log(level, "%s", line, exc_info=cause)
             return
-        if kind not in self._unlogged:
+        before = self._unlogged.get(kind)
+        if before is None:
             name = f"trio_ucx log of {kind}"
             trio.lowlevel.spawn_system_task(self._log_later, kind, next_line - now, name=name)
-        others = self._unlogged[kind][3] + 1 if kind in self._unlogged else 0
-        self._unlogged[kind] = (level, line, cause, others)
+        self._unlogged[kind] = _Unlogged(level, line, cause, 0 if before is None else before.others + 1)
 
     async def _log_later(self, kind: Hashable, seconds: float) -> None:
         try:
             await trio.sleep(seconds)
         finally:  # also when the run ends
-            level, line, cause, others = self._unlogged.pop(kind)
+            last = self._unlogged.pop(kind)
             self._last[kind] = time.monotonic()
-            more = f" (and {others} others since the last such line)" if others else ""
-            contained(lambda: logger.log(level, "%s%s", line, more, exc_info=cause))
+            more = f" (and {last.others} others since the last such line)" if last.others else ""
+            contained(lambda: logger.log(last.level, "%s%s", last.line, more, exc_info=last.cause))

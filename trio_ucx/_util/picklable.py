@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
+
+_AnyOSError = TypeVar("_AnyOSError", bound=OSError)
 
 
 class Picklable(BaseException):
@@ -21,4 +23,13 @@ class Picklable(BaseException):
 def _restored(kind: type[Picklable], arguments: tuple[Any, ...]) -> Picklable:
     error = kind.__new__(kind, *arguments)
     super(Picklable, error).__init__(*arguments)  # OSError's sets errno
+    return error
+
+
+def with_text(error: _AnyOSError, text: str) -> _AnyOSError:
+    """Gives an error another text, and returns it. Copies of it have that, too: they are made from ``args``."""
+    if error.errno is None:
+        error.args = (text,)
+    else:
+        error.args, error.strerror = (error.errno, text), text
     return error

@@ -7,6 +7,7 @@ import stat
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 #: Where every user can make a folder, in memory.
@@ -16,6 +17,7 @@ SHARED = Path("/dev/shm")
 SYSTEMD, FIRST_USER = Path("/run/systemd/system"), 1000
 #: The user numbers of this user namespace: "inside outside count" a line, from inside = outside = 0 in the first one.
 UID_MAP = Path("/proc/self/uid_map")
+OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
 
 
 def private_folder(usable: Callable[[Path], object] = lambda folder: None) -> Path | None:
@@ -61,8 +63,17 @@ def _outside(user: int) -> int:
 
 def _machine_root() -> int:
     """Returns the owner that files of the machine's root seem to have in this user namespace, such as /tmp."""
-    mapped = (inside for inside, outside, _count in _numbers() if outside == 0)
-    return next(mapped, int(Path("/proc/sys/kernel/overflowuid").read_text()))
+    mapped = [inside for inside, outside, _count in _numbers() if outside == 0]
+    return mapped[0] if mapped else overflow_uid()
+
+
+@cache
+def overflow_uid() -> int:
+    """Returns the number that stands for all users that a user namespace does not have."""
+    try:
+        return int(OVERFLOW_UID.read_text())
+    except OSError:  # without /proc/sys: what Linux uses unless an administrator has changed it
+        return 65534
 
 
 def _numbers() -> list[list[int]]:

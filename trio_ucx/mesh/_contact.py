@@ -18,6 +18,7 @@ import trio
 from .. import Backoff, Connection, Listener, NotAdmitted, NotTrioUCX, open_ucx_listeners, open_ucx_stream
 from .._opening.backoff import is_temporary, waits
 from .._util.hidden import HiddenBytes
+from .._util.picklable import with_text
 from .._util.process import host_name, this_host
 from .._util.socket_addresses import format_address, is_loopback
 from .._util.text import printable
@@ -80,7 +81,7 @@ async def open_meeting_point(
             )
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                error.strerror = f"{error.strerror}. Rank 0 must listen there ({place.source}): is it another job's?"
+                with_text(error, f"{error.strerror}. Rank 0 must listen there ({place.source}): is it another job's?")
             raise
         path, text = None, b""
     else:
@@ -154,7 +155,7 @@ async def reach_rank_0(
             await trio.sleep(wait)
     if refusal is not None:
         if problem != str(refusal):
-            refusal.strerror = f"{refusal.strerror}; later: {problem}"
+            with_text(refusal, f"{refusal.strerror}; later: {problem}")
         raise refusal
     raise MeetingError(
         f"rank {place.rank} did not find rank 0 {where} within {timeout:.3g} s (from {place.source}): {problem} -- "

@@ -13,7 +13,7 @@ from .. import ConnectionOptions, open_ucx_listeners
 from .._opening.authkey import check_authkey
 from .._opening.options import check_worker
 from .._util.arguments import check_in_trio, check_timeout
-from .._util.background import BackgroundNursery
+from .._util.background import BackgroundNursery, BlockScope
 from .._util.contained import report
 from .._util.hidden import HiddenDict, hide_authkey
 from .._util.interrupts import protected_asynccontextmanager
@@ -92,7 +92,7 @@ async def join(
     authkey = check_authkey(options.pop("authkey", None))
     place = find_place(HiddenDict(os.environ), rank=rank, size=size, meeting=meeting, authkey=authkey)
     members = Members(place.rank, place.size, fatal=on_loss == "cancel")
-    scope = trio.CancelScope()
+    scope = BlockScope("trio_ucx.mesh.join")
 
     def changed(rank: int) -> None:
         if rank in members.lost:
@@ -111,6 +111,7 @@ async def join(
                         yield group
                         await _leave(group)
                     except BaseException as error:
+                        members.on_change.remove(changed)
                         await _leave_by_force(group, error)
                         raise
         except BaseExceptionGroup as error:

@@ -14,7 +14,8 @@ from trio.lowlevel import enable_ki_protection
 
 from .. import Channel, Connection, PeerClosed
 from .._util.arguments import check_integer, check_timeout
-from .._util.handles import OpenedNotConstructed
+from .._util.contained import contained
+from .._util.handles import OpenedNotConstructed, dropped, warn_resource
 from ..ucp._internal_api import completed
 from . import _messages as wire
 from ._connections import ClientConnection, GivenConnection, ReopenedConnections
@@ -331,6 +332,7 @@ class Stream(metaclass=OpenedNotConstructed):
     _client: Client
     _request: _Request
     _stack: ExitStack = attrs.field(factory=ExitStack, init=False)
+    _used: ClientConnection | None = attrs.field(default=None, init=False)
     _talk: Channel | None = attrs.field(default=None, init=False)
     _flow: ItemFlow | None = attrs.field(default=None, init=False)
     _sent_all: bool = attrs.field(default=False, init=False)
@@ -353,9 +355,12 @@ class Stream(metaclass=OpenedNotConstructed):
             if used is None or not used.usable:
                 used = await client._connections.next()
             talk = used.open()
-            stack.callback(lambda: used.leave(talk, over=self._ended))
-            await _send(talk, request, request.message())
-            self._talk, self._flow = talk, ItemFlow(talk, DEFAULT)
+            try:
+                await _send(talk, request, request.message())
+            except BaseException:
+                used.leave(talk)
+                raise
+            self._used, self._talk, self._flow = used, talk, ItemFlow(talk, DEFAULT)
             self._stack = stack.pop_all()
         return self
 
@@ -363,12 +368,29 @@ class Stream(metaclass=OpenedNotConstructed):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
+        assert self._used is not None and self._talk is not None
+        used, self._used = self._used, None
+        used.leave(self._talk, over=self._ended)
         absorbed = self._stack.__exit__(exc_type, exc, traceback)
         if exc is None:
             await trio.lowlevel.checkpoint()
         else:
             await trio.lowlevel.cancel_shielded_checkpoint()
         return absorbed
+
+    def __del__(self) -> None:
+        used, talk, stack = self._used, self._talk, self._stack
+        if used is None or talk is None:
+            return
+
+        def leave() -> None:
+            contained(used.leave, talk)
+            contained(stack.__exit__, GeneratorExit, GeneratorExit(), None)
+
+        run = used.connection._link.engine.run
+        if not run.inherited:
+            warn_resource(dropped("trio_ucx.rpc.Client.stream"), self)
+            run.call_soon(leave)
 
     def __aiter__(self) -> Stream:
         return self

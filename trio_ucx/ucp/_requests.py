@@ -11,6 +11,8 @@ from outcome import Error, Value
 from trio.lowlevel import enable_ki_protection
 
 from .._native import lib
+from .._util.background import BlockScope
+from .._util.contained import contained
 from .._util.handles import OpenedNotConstructed
 from .._util.interrupts import protected_asynccontextmanager
 from . import _status
@@ -112,10 +114,11 @@ class RequestGroup(metaclass=OpenedNotConstructed):
     """A nursery for requests: see :meth:`Worker.open_request_group`."""
 
     _engine: Engine
+    _scope: BlockScope
+    _token: trio.lowlevel.TrioToken = attrs.field(factory=trio.lowlevel.current_trio_token)
     _unfinished: set[Pending] = attrs.field(factory=set)
     _errors: list[Exception] = attrs.field(factory=list)
     _closed: bool = False
-    _failed: bool = False
     _changed: Signal | None = None
     #: The request of every send that completed at once.
     _sent: Request | None = None
@@ -310,58 +313,51 @@ class RequestGroup(metaclass=OpenedNotConstructed):
             assert isinstance(result.error, Exception)
             pending.reported(result.error)
             self._errors.append(result.error)
-            self._failed = True
-        if self._changed is not None and (self._failed or not self._unfinished):
+            if len(self._errors) == 1:
+                self._token.run_sync_soon(contained, self._fail)  # not here, where UCX's records are delivered
+        if self._changed is not None and (self._errors or not self._unfinished):
             self._changed.set()
+
+    def _fail(self) -> None:
+        self._cancel_all()
+        self._scope.cancel()
 
     def _cancel_all(self) -> None:
         for pending in list(self._unfinished):
             cancel(pending)
             self._engine.reap()  # each time: one delivery takes a bounded number of records
 
-    @enable_ki_protection
-    async def _supervise(self) -> None:
-        """Returns when all is done; a failure cancels the rest and is raised."""
-        try:
-            while not self._failed and not (self._closed and not self._unfinished):
-                self._changed = Signal()
-                if self._closed:
-                    await self._engine.waiting.wait(self._changed)
-                else:
-                    await self._changed.wait()
-        finally:
-            self._changed = None
-            self._cancel_all()
-        if self._failed:
-            raise _GroupFailed
+    async def _wait_done(self) -> None:
+        """Waits until all is done, or something has failed."""
+        await trio.lowlevel.checkpoint()
+        while self._unfinished and not self._errors:
+            self._changed = Signal()
+            await self._engine.waiting.wait(self._changed)
 
     def __repr__(self) -> str:
         return f"<trio_ucx.ucp.RequestGroup, {len(self._unfinished)} in flight>"
 
 
-class _GroupFailed(Exception):
-    """Carries no information: the group's errors are in the group."""
-
-
 @protected_asynccontextmanager
 async def open_request_group(engine: Engine) -> AsyncIterator[RequestGroup]:
-    group: RequestGroup = RequestGroup._create(engine)
-    failure: BaseExceptionGroup[BaseException] | None = None
+    scope = BlockScope("trio_ucx.ucp.Worker.open_request_group")
+    group: RequestGroup = RequestGroup._create(engine, scope)
+    failures: list[BaseException] = []
     try:
-        async with trio.open_nursery(strict_exception_groups=True) as nursery:
-            nursery.start_soon(group._supervise)
+        with scope:
             try:
                 yield group
+                group._closed = True
+                await group._wait_done()
             finally:
                 group._closed = True
-                if group._changed is not None:
-                    group._changed.set()
-    except BaseExceptionGroup as errors:
-        _, rest = errors.split(_GroupFailed)
-        failure = rest
-    finally:
-        group._closed = True
-        group._cancel_all()
-    found: list[BaseException] = [*group._errors, *(failure.exceptions if failure is not None else ())]
-    if found:
+                group._cancel_all()
+    except BaseException as error:
+        if isinstance(error, GeneratorExit) or (isinstance(error, trio.Cancelled) and not group._errors):
+            raise
+        failures.append(error)
+    if found := [*group._errors, *failures]:
         raise BaseExceptionGroup("errors in a request group", found)
+
+
+open_request_group.__module__, open_request_group.__qualname__ = "trio_ucx.ucp", "Worker.open_request_group"

@@ -22,7 +22,7 @@ from .foreign import Array, DeviceBuffer, MemoryType, array_of, on_device
 from .mapped_files import check_backed, is_mapped
 from .pointers import check_elements
 from .protocols import SupportsBuffer, SupportsCudaArray, SupportsDLPack, SupportsWritableBuffer
-from .strided import Strided, StridedMemory
+from .strided import Strided, StridedMemory, check_array
 
 #: One piece of contiguous memory: anything with the buffer protocol, ``__cuda_array_interface__`` or DLPack.
 Contiguous = SupportsBuffer | SupportsCudaArray | SupportsDLPack | DeviceBuffer
@@ -49,9 +49,9 @@ _UNKNOWN, _HOST = lib.TU_MEMORY_UNKNOWN, lib.TU_MEMORY_HOST
 
 def _export(data: Any, writable: bool) -> Any:
     """The pinned memory of one object: a cffi export, or one of the classes here and in ``_strided``."""
-    plain, purpose = type(data) in _HOST_TYPES, "receive into" if writable else "send"
+    plain = type(data) in _HOST_TYPES
     if not plain:
-        check_elements(data, purpose)
+        check_elements(data, "receive into" if writable else "send")
     try:
         export = ffi.from_buffer("char[]", data, writable)
     except (TypeError, ValueError, BufferError) as error:
@@ -61,7 +61,7 @@ def _export(data: Any, writable: bool) -> Any:
     else:
         if not plain and is_mapped(data) and len(export) > 0:
             try:
-                check_backed(data, export + (len(export) - 1), purpose)
+                check_backed(data, export + (len(export) - 1))
             except ValueError:
                 ffi.release(export)
                 raise
@@ -122,6 +122,7 @@ class ForeignMemory:
         if writable and array.readonly:
             raise TypeError(f"cannot receive into a read-only {name}, or a copy that its DLPack interface makes")
         assert array.memory_type is not None
+        check_array(data, array)
         self._array: Array | None = array
         self.address = ffi.cast("char *", array.address)
         self.size = array.nbytes

@@ -17,26 +17,23 @@ _DEEPEST = 8
 
 
 def is_mapped(data: Any) -> bool:
-    """True if an object is an mmap, or a view of one."""
+    """True if an object is an mmap, or a view of one, or may be: DLPack does not say."""
     for _ in range(_DEEPEST):
         if data is None or isinstance(data, mmap.mmap):
             break
+        if type(data).__name__ == "PyCapsule":
+            return True
         data = data.obj if type(data) is memoryview else getattr(data, "base", None)
     return isinstance(data, mmap.mmap)
 
 
-def check_backed(data: Any, last: Any, purpose: str) -> None:
-    """Refuses a buffer that ends behind the end of the file that it maps.
-
-    Args:
-        data: the object, which :func:`is_mapped`.
-        last: its last byte, a cffi pointer.
-        purpose: what the buffer is for: "send", "receive into".
+def check_backed(data: Any, last: Any) -> None:
+    """Refuses an object if this process cannot read its last byte, a cffi pointer.
 
     Raises:
-        ValueError: it does.
+        ValueError: it cannot.
     """
     if not lib.tu_can_read(last):
         raise ValueError(
-            f"cannot {purpose} this {type(data).__name__}: the file that it maps was truncated, and ends before it"
+            f"cannot use this {type(data).__name__}: the file that it maps was truncated, and ends before it"
         )

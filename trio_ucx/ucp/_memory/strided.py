@@ -120,8 +120,7 @@ class StridedMemory:
             raise TypeError(f"cannot {purpose} a strided {name}: Strided takes a numpy array, or another buffer")
         self._keep = array.keep
         try:
-            if is_mapped(strided.array) and array.nbytes > 0:
-                check_backed(strided.array, ffi.cast("char *", _last_byte(array)), purpose)
+            check_array(strided.array, array)
             self.native = _described(array, writable, purpose, name)
         except BaseException:
             self.release()
@@ -181,7 +180,7 @@ def _compact(array: Array) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def check_whole(data: Any, purpose: str) -> None:
+def check_whole(data: Any) -> None:
     """Refuses an array in a mapped file that was truncated, before something else than UCX reads it.
 
     Raises:
@@ -189,14 +188,16 @@ def check_whole(data: Any, purpose: str) -> None:
     """
     with suppress(BufferError):
         array = _exported(data, False) if is_mapped(data) else None
-        if array is not None and array.nbytes > 0:
-            check_backed(data, ffi.cast("char *", _last_byte(array)), purpose)
+        if array is not None:
+            check_array(data, array)
 
 
-def _last_byte(array: Array) -> int:
-    """Returns the highest address that an array has, which is not empty."""
-    steps = zip(array.shape, array.strides or _compact(array), strict=True)
-    return array.address + sum(max(0, (length - 1) * stride) for length, stride in steps) + array.itemsize - 1
+def check_array(data: Any, array: Array) -> None:
+    """Refuses an object that lies in this memory, as :func:`check_whole` does."""
+    if array.nbytes > 0 and array.memory_type in (None, MemoryType.HOST):
+        steps = zip(array.shape, array.strides or _compact(array), strict=True)
+        last = array.address + sum(max(0, (length - 1) * stride) for length, stride in steps) + array.itemsize - 1
+        check_backed(data, ffi.cast("char *", last))
 
 
 def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

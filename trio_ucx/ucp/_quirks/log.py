@@ -44,6 +44,12 @@ HARMLESS = (
     ),
     # The same, when the Connection was given up before UCX connected: ``gate_connect`` in ``key_gate.c``.
     (b"/sock.c", re.compile(rb"connect\(fd=-?\d+, dest_addr=\S+\) failed: Operation canceled")),
+    # Shared memory has gone: its process has ended while UCX connected to it, or its owner has closed it. The waiting
+    # tasks get the error.
+    (b"/mm_sysv.c", re.compile(rb"shmat\(shmid=\d+\) failed: (Invalid argument|Identifier removed)")),
+    (b"/mm_posix.c", re.compile(rb"open\(file_name=/proc/\d+/fd/\d+ .*\) failed: No such file or directory")),
+    (b"/mm_ep.c", re.compile(rb"mm ep failed to connect to remote FIFO id \S+: Shared memory error")),
+    (b"/ucp_rkey.c", re.compile(rb"failed to unpack remote key from remote md\[\d+\]: Shared memory error")),
     # The worker was destroyed, and nobody had received the messages that had arrived.
     (b"/tag_match.c", re.compile(rb"unexpected tag-receive descriptor \S+ was not matched")),
     # The worker was destroyed, and a receive had not ended: of a message whose sender died in the middle (see

@@ -25,7 +25,7 @@ from .._memory.buffers import Contiguous, Pinned, WritableContiguous, new_bytes
 from .._memory.pointers import check_elements
 from .._memory.registered import Access, MemoryDescriptor, require_answers, ucx_access
 from .._status import Status, UCXError
-from .access_paths import AccessPath, Key, closed, connect, find_access_path, refusal, try_connect
+from .access_paths import AccessPath, Key, connect, find_access_path, not_mapped, refusal, try_connect
 
 if TYPE_CHECKING:
     from ..blocks import BlockPlan, BlockProgress
@@ -350,8 +350,9 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
         not transfer between overlapping parts of one memory: the bytes would be wrong.
 
         Raises:
-            UCXError: UNREACHABLE: it cannot be reached like that; use :meth:`get` and :meth:`put`. NOT_CONNECTED: the
-                connection is not up yet; :meth:`connect` waits for it. NO_ELEM: the owner has closed the memory.
+            UCXError: UNREACHABLE: it cannot be reached like that, or this process has no room for it; use :meth:`get`
+                and :meth:`put`. NOT_CONNECTED: the connection is not up yet; :meth:`connect` waits for it. NO_ELEM: the
+                owner has closed the memory.
             ValueError: not allowed by :attr:`access`; closed; the descriptor says more memory than there is.
             trio.ClosedResourceError, trio.BrokenResourceError: the endpoint was closed; the peer is gone.
         """
@@ -361,12 +362,7 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             raise UCXError(
                 Status.NOT_CONNECTED, "mapping remote memory before the connection is up: await connect() first"
             )
-        try:
-            key = self._key("load and store", self._core)
-        except UCXError as error:
-            if error.status is not Status.SHMEM_SEGMENT:
-                raise
-            raise closed("mapping remote memory") from error  # the segment has gone
+        key = self._key("load and store", self._core)
         mapping = key.mapped(self._descriptor)
         if mapping is None:
             raise UCXError(Status.UNREACHABLE, "this memory cannot be reached by load and store: use get and put")
@@ -565,7 +561,12 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
 
     def _key(self, use: str, core: EndpointCore) -> Key:
         if use not in self._keys:
-            self._keys[use] = Key(core, self._descriptor.rkey)
+            try:
+                self._keys[use] = Key(core, self._descriptor.rkey)
+            except UCXError as error:
+                if error.status is not Status.SHMEM_SEGMENT:
+                    raise
+                raise not_mapped(self.nbytes) from error
         return self._keys[use]
 
     # ---- checks ----
