@@ -18,8 +18,7 @@
  *   tu_context_t                tu_context_create       tu_context_destroy             no
  *   tu_worker_t, its ring       tu_worker_create;       tu_worker_destroy; growing     no
  *                               the ring also grows     frees the smaller ring
- *   scratch (tag_inbox.c)       tu_inbox_collect        tu_worker_destroy, or, if UCX  while it receives a small
- *                                                       kept it, scratch_received      message
+ *   scratch (tag_inbox.c)       tu_inbox_collect        tu_worker_destroy              no
  *   blocks of tu_operation_t    tu_post_begin           tu_worker_destroy              as the argument of callbacks
  *   operation->described        tu_post_begin,          when the operation is over     until the operation is over
  *                               tu_tag_wait
@@ -259,7 +258,6 @@ struct tu_worker {
     uint64_t failed;           /* operations that have failed */
     size_t collected;          /* bytes of the messages in the ring that UCX still has */
     bool behind;               /* UCX has messages for which there was no room: tag_inbox.c */
-    size_t small;              /* claimed messages of up to so many bytes are packed into the arena */
     char *scratch;             /* TU_LONGEST_BATCH bytes; NULL: to be allocated */
     size_t arena_used;         /* starts at 0 again when the ring is empty */
     char arena[TU_ARENA];
@@ -373,6 +371,7 @@ bool tu_inbox_lacks_memory(const tu_worker_t *worker);
 /* Bytes of an announcement: queue (4), queue of the pieces (4), length of the message (8). */
 #define TU_LONG_HEAD 16
 
+void tu_message_throw_away(tu_worker_t *worker, ucp_tag_message_h handle);
 void tu_long_open(tu_worker_t *worker);
 bool tu_long_reserve(tu_worker_t *worker);
 ucs_status_t tu_long_announced(tu_worker_t *worker, uint64_t tag, const char *head);

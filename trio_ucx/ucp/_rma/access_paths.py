@@ -36,8 +36,8 @@ from .._features import Feature
 from .._memory.registered import MemoryDescriptor, is_host_memory, unmap_unused
 from .._status import Status, UCXError
 
-#: UCX's transports that do not put and get by RDMA hardware.
-_SOFTWARE = ("tcp", "sysv", "posix", "self", "cma", "knem", "xpmem", "cuda", "gdr", "rocm", "ze")
+#: UCX's transports that do not put and get by RDMA hardware; UD cannot.
+_SOFTWARE = ("ud_", "tcp", "sysv", "posix", "self", "cma", "knem", "xpmem", "cuda", "gdr", "rocm", "ze")
 
 #: Longer gets and puts over TCP go as several messages of so many bytes: as much as finds room in one segment, which
 #: the receiver need not put together.
