@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import trio
-from helpers import Certificates, open_listener, open_pair, open_peer, open_raw_pair, pattern, until
+from helpers import Certificates, open_listener, open_pair, open_peer, open_raw_pair, pattern
 from injected_faults import delay_handshakes, has_unexpected_messages, send_false_threshold, send_to_queue
 from timing import PROMPT, Stopwatch
 

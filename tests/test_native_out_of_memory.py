@@ -205,8 +205,8 @@ def test_stream_data_that_found_no_room_is_taken_later(sides: tuple[Side, Side],
 
 
 def test_worker_is_not_armed_while_messages_lack_memory(sides: tuple[Side, Side]) -> None:
-    """An announcement takes the memory that is kept for it. Until there is some for the next one, messages stay with UCX,
-    which does not tell of them again."""
+    """An announcement takes the memory that is kept for it. Until there is more, messages stay with UCX, which does not
+    tell of them again."""
     sender, receiver = sides
     lib.tu_worker_claim_messages(receiver.worker, CLAIMED)
     receiver.progress()

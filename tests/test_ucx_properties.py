@@ -1,6 +1,6 @@
 """What is taken for granted of UCX (the table in ``_native/native.h``) and tested nowhere else.
 
-Tests with the fixture ``transports`` hold over any transport, RDMA included. Those for RDMA alone fake what UCX would do.
+Tests with the fixture ``transports`` hold over any transport, RDMA included. Those for RDMA alone fake what UCX does.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ async def test_order_of_messages(worker: ucp.Worker) -> None:
 
 
 async def test_what_the_rendezvous_threshold_says(worker: ucp.Worker) -> None:
-    """Shorter messages leave although nobody receives them; the others stay with their sender until they are received."""
+    """Shorter messages leave although nobody receives them; the others stay with their sender until then."""
     async with open_raw_pair(worker) as (client, _), trio.open_nursery() as nursery:
         with trio.fail_after(60):
             await client.tag_send(bytes(RENDEZVOUS_THRESHOLD - 1), 1)

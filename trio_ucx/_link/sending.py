@@ -60,8 +60,7 @@ class Sending:
         #: Messages that were given to UCX, and whose task was cancelled before UCX was done with them; or that failed.
         self.cancelled = 0
         self.failed = 0
-        #: Whether messages may be deferred: not if UCX would keep a batch here until the peer receives it, or send it in
-        #: several pieces.
+        #: Whether messages may be deferred: not if UCX would keep a batch here until the peer receives it, or split it.
         self._defers = not self.credit.stays(wire.MAX_BATCH)
         # When the last short message was sent, and how often the worker had made progress by then.
         self._sent_at = 0.0
