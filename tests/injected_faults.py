@@ -83,7 +83,7 @@ def has_unexpected_messages(worker: ucp.Worker) -> bool:
     """Whether UCX still has messages of Connections, which the library should have taken."""
     engine = internals(worker)
     engine.reap()
-    lib.tu_worker_claim_messages(engine.handle, 0, 0)  # or the probe would match none of them
+    lib.tu_worker_claim_messages(engine.handle, 0)  # or the probe would match none of them
     try:
         return bool(
             lib.tu_tag_probe(engine.handle, CONNECTION_BIT, CONNECTION_BIT, False, engine.tag_dispatch.received)

@@ -94,12 +94,6 @@ class SimulatedTagDispatch:
     def remove(self, id: int) -> None:
         self.sinks.pop(id, None)
 
-    def expect_rendezvous(self, threshold: int) -> None:
-        pass
-
-    def forget_rendezvous(self, threshold: int) -> None:
-        pass
-
     def discard(self, message: int) -> None:
         self._engine.held.pop(message).taken()
 

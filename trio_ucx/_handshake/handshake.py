@@ -465,6 +465,8 @@ class Handshake:
         ):
             return
         link.share.endpoint.mark_proven()
+        if link.share.endpoint.splits_batches:
+            link.sending.send_each()
         control.exchange.mark_opened()
         link.peer_info = control.identify(self.peer, self.remote)
         self.registry.totals.add(link)

@@ -109,9 +109,7 @@ class Link:
         )
         self.queues = self.receiving.queues
         self.closing = Closing(port, life, self.sending, self.receiving, options.close_timeout, self._unregister)
-        tag_dispatch = self.engine.tag_dispatch
-        tag_dispatch.expect_rendezvous(peer_threshold)
-        tag_dispatch.sinks[my_id] = self.receiving
+        self.engine.tag_dispatch.sinks[my_id] = self.receiving
         self.engine.teardown.children[my_id] = self.unclosed
         share.on_internal_error = self.closing.internal_error
         share.on_end = self.closing.ended
@@ -308,6 +306,5 @@ class Link:
         engine = self.engine
         engine.teardown.children.pop(self.my_id, None)
         engine.tag_dispatch.remove(self.my_id)
-        engine.tag_dispatch.forget_rendezvous(self.receiving.credit.threshold)
         for totals in self.totals:
             contained(totals.end, self)

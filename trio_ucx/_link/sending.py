@@ -60,11 +60,15 @@ class Sending:
         #: Messages that were given to UCX, and whose task was cancelled before UCX was done with them; or that failed.
         self.cancelled = 0
         self.failed = 0
-        #: Whether messages may be deferred: not if UCX would keep a batch here until the peer receives it.
+        #: Whether messages may be deferred: not if UCX would keep a batch here until the peer receives it, or split it.
         self._defers = not self.credit.stays(wire.MAX_BATCH)
         # When the last short message was sent, and how often the worker had made progress by then.
         self._sent_at = 0.0
         self._sent_count = 0
+
+    def send_each(self) -> None:
+        """Defers no message from now on."""
+        self._defers = False
 
     # ---- whether ----
 

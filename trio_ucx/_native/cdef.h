@@ -239,7 +239,7 @@ int64_t tu_worker_flush(tu_worker_t *worker);
 
 /* tag_inbox.c */
 char *tu_worker_arena(tu_worker_t *worker);
-void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small);
+void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit);
 bool tu_worker_reserve_scratch(tu_worker_t *worker);
 
 /* progress.c */

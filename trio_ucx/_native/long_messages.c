@@ -78,8 +78,8 @@ static void thrown_away(void *request, ucs_status_t status, const ucp_tag_recv_i
     ucp_request_free(request);
 }
 
-/* Receives nothing of a piece, so that the sender is rid of it. */
-static void throw_away(tu_worker_t *worker, ucp_tag_message_h handle)
+/* Receives nothing of a message, so that the sender is rid of it. */
+void tu_message_throw_away(tu_worker_t *worker, ucp_tag_message_h handle)
 {
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_MEMORY_TYPE,
@@ -96,7 +96,7 @@ static void dispose(tu_long_t *message)
     size_t i;
 
     for (i = 0; i < message->held; i++) {
-        throw_away(message->worker, message->arrived[i].handle);
+        tu_message_throw_away(message->worker, message->arrived[i].handle);
     }
     for (i = 0; message->described != NULL && i < message->parts; i++) {
         free(message->described[i]);
@@ -445,7 +445,7 @@ static void receive_piece(tu_long_t *message, const arrived_t *arrived)
         note(message, next_part(message, length, &address, &count));
     }
     if (message->status != UCS_OK) {
-        throw_away(message->worker, arrived->handle);
+        tu_message_throw_away(message->worker, arrived->handle);
         return;
     }
     param.cb.recv     = piece_received;
@@ -469,7 +469,7 @@ void tu_long_piece_arrived(tu_worker_t *worker, ucp_tag_message_h handle, uint64
         }
     }
     if (&message->link == &worker->long_received) {
-        throw_away(worker, handle);
+        tu_message_throw_away(worker, handle);
     } else if (message->post.operation != NULL) {
         receive_piece(message, &arrived);
         end_if_over(message);
@@ -477,7 +477,7 @@ void tu_long_piece_arrived(tu_worker_t *worker, ucp_tag_message_h handle, uint64
         message->arrived[message->held++] = arrived;
     } else {
         note(message, UCS_ERR_INVALID_PARAM);
-        throw_away(worker, handle);
+        tu_message_throw_away(worker, handle);
     }
 }
 

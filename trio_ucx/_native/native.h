@@ -18,8 +18,7 @@
  *   tu_context_t                tu_context_create       tu_context_destroy             no
  *   tu_worker_t, its ring       tu_worker_create;       tu_worker_destroy; growing     no
  *                               the ring also grows     frees the smaller ring
- *   scratch (tag_inbox.c)       tu_inbox_collect        tu_worker_destroy, or, if UCX  while it receives a small
- *                                                       kept it, scratch_received      message
+ *   scratch (tag_inbox.c)       tu_inbox_collect        tu_worker_destroy              no
  *   blocks of tu_operation_t    tu_post_begin           tu_worker_destroy              as the argument of callbacks
  *   operation->described        tu_post_begin,          when the operation is over     until the operation is over
  *                               tu_tag_wait
@@ -46,6 +45,65 @@
  *                                                       call
  *
  * The headers of extensions (see below) say the same of their memory.
+ *
+ * What is taken for granted of UCX
+ *
+ * UCX's documentation promises none of this. Below each property: why it holds in UCX 1.22, for which transports if not
+ * for all, and its tests. Those that take the fixture `transports` hold over RDMA, too.
+ *
+ *   Tag messages
+ *   - An endpoint's messages are found in the order in which they were posted, eager or not: one lane has them all
+ *     (ucp_proto_rndv_find_ctrl_lane; MAX_EAGER_LANES=1), and transports keep the order (uct_ud_ep_process_rx, SRD's
+ *     ooo_pkts). A probe finds the oldest (ucp_tag_unexp_search). test_ucx_properties.py: test_order_of_messages
+ *   - Not so for what a callback posts: it may overtake what waits (uct_mm_ep_process_pending, uct_rc_ep_process_pending).
+ *     Pieces of long messages are therefore posted by a hook. test_long_messages.py: test_order
+ *   - A message may come in pieces: over UD of a packet (MTU, from 256 bytes), over shared memory, RC and DC of 8 KiB, over
+ *     TCP of 64 KiB. FORCE_IMM_CMPL leaves such a message to UCX (ucp_tag_recv_common). In one piece must come control
+ *     frames, announcements (64 bytes at most) and batches: option_limits.py, and EndpointCore.splits_batches for UD.
+ *     test_ucx_properties.py: test_small_messages_in_several_pieces; test_option_limits.py
+ *   - Handles and data have any address: over rc_verbs they follow a header of one byte. They need no bit of ours, and
+ *     headers are copied before they are read. test_like_rdma.py; test_wire_fields.py
+ *   - Messages below RNDV_THRESH leave, others stay until they are received (RNDV_SCHEME is refused: option_limits.py).
+ *     test_ucx_properties.py: test_what_the_rendezvous_threshold_says
+ *
+ *   Requests, progress, events
+ *   - Callbacks run within our calls, in the worker's thread; UCX's own thread only schedules them
+ *     (ucp_ep_set_failed_schedule, uct_ud_ep_handle_timeout; only wire-up has UCT_CB_FLAG_ASYNC). One may run before the
+ *     call that posts returns: tu_post_end. No test: nothing here is of use to a second thread
+ *   - When an armed worker has something to do, its descriptor is readable. Completion queues of InfiniBand lose what comes
+ *     right before they are armed (uct_ib_iface_arm_cq): arming.c. conftest.py: missed_events is 0 in every test
+ *   - Progress returns more than 0 when a piece was sent or received. Otherwise pauses would be too long: arming.py
+ *   - Nothing reads a buffer after a forced close, if all lanes are sysv, posix or self: tu_endpoint_copies.
+ *     test_long_messages.py: test_abort_releases_buffers_while_others_use_the_endpoint
+ *
+ *   Active messages, streams
+ *   - A message comes whole (UCP_AM_FLAG_WHOLE_MSG), its header in the first piece: at most max_am_header, which
+ *     over UD is less than a packet. Ours have 48 bytes. test_active_messages.py: test_sizes
+ *   - UCX gets more buffers while data is borrowed: RX_MAX_BUFS is inf (option_limits.py; not checked for RC, DC and UD).
+ *     test_active_messages.py: test_data_lives_until_it_is_released
+ *   - Any endpoint of the worker releases a stream's data (ucp_stream_data_release), such as one to itself.
+ *     test_ucp_streams.py: test_data_outlives_all_endpoints
+ *
+ *   Remote memory
+ *   - The layout of packed keys, and 0xff behind them: registered.py, access_paths.py (ucp_rkey_packed_copy,
+ *     ucp_ep_rkey_unpack_internal). test_remote_memory.py: test_damaged_descriptors
+ *   - What ucp_rkey_ptr returns is a shared mapping of the owner's whole memory. Only sysv, posix and xpmem have it.
+ *     test_remote_memory.py: test_map
+ *   - Lanes whose names are in access_paths._SOFTWARE, UD among them, do not put and get by hardware.
+ *     test_ucx_properties.py: test_ud_does_not_put_by_hardware
+ *   - After a flush, what was put is in the memory before a later message arrives: the peer's device has acknowledged it.
+ *     test_notifications.py
+ *   - UCX forgets its registration of a buffer when that is unmapped: libucm's hooks (ucs_rcache_create). RDMA only; no test
+ *
+ *   Addresses, endpoints, libraries
+ *   - The layout of worker addresses: _quirks/address_layout.py. test_address_layout.py
+ *   - Once an endpoint was flushed, or something has arrived over it, its lanes are final: access_paths.connect, mark_proven.
+ *     test_remote_memory.py: test_map_before_the_connection_is_up
+ *   - An endpoint's memory begins with five lanes' addresses, which epoll has, too (uct_tcp_ep_mod_events): sockets.c, TCP
+ *     only; lanes beyond the fifth are not found. test_full_sockets.py
+ *   - libucp and libuct call each other, and the C library, through import tables: imports.c. Replaced are TCP's connect and
+ *     accept (test_key_gate.py), bind of shared memory (test_wake_sockets.py) and keepalive. RDMA passes by the gate
+ *   - What each transport takes of descriptors: descriptors.py; of RDMA's devices an estimate. test_descriptors.py
  */
 #ifndef TRIO_UCX_NATIVE_H
 #define TRIO_UCX_NATIVE_H
@@ -268,7 +326,6 @@ struct tu_worker {
     uint64_t failed;           /* operations that have failed */
     size_t collected;          /* bytes of the messages in the ring that UCX still has */
     bool behind;               /* UCX has messages for which there was no room: tag_inbox.c */
-    size_t small;              /* claimed messages of up to so many bytes are packed into the arena */
     char *scratch;             /* TU_LONGEST_BATCH bytes; NULL: to be allocated */
     size_t arena_used;         /* starts at 0 again when the ring is empty */
     char arena[TU_ARENA];
@@ -382,6 +439,7 @@ bool tu_inbox_lacks_memory(const tu_worker_t *worker);
 /* Bytes of an announcement: queue (4), queue of the pieces (4), length of the message (8). */
 #define TU_LONG_HEAD 16
 
+void tu_message_throw_away(tu_worker_t *worker, ucp_tag_message_h handle);
 void tu_long_open(tu_worker_t *worker);
 bool tu_long_reserve(tu_worker_t *worker);
 ucs_status_t tu_long_announced(tu_worker_t *worker, uint64_t tag, const char *head);

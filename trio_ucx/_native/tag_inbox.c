@@ -1,7 +1,10 @@
 /* Collects the Connections' tag messages: takes them off UCX's queue of unexpected messages, and appends their records.
  *
  * Small messages are received at once, and packed: neighbours with the same tag and length are one record, and lie one
- * after the other in the worker's arena. A batch is taken apart into packed messages. */
+ * after the other in the worker's arena. A batch is taken apart into packed messages.
+ *
+ * UCX gives a small message at once if it came in one piece. Over UD it may come in several, because a piece is no longer
+ * than a packet of the network; and a peer with a low threshold sends it by rendezvous. Then Python receives it. */
 #include <string.h>
 
 #include "little_endian.h"
@@ -12,12 +15,10 @@ char *tu_worker_arena(tu_worker_t *worker)
     return worker->arena;
 }
 
-/* Collects the tag messages with this bit from now on; those of up to `small` bytes (at most TU_SMALL_MESSAGE) are
- * packed. */
-void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit, size_t small)
+/* Collects the tag messages with this bit from now on. */
+void tu_worker_claim_messages(tu_worker_t *worker, uint64_t tag_bit)
 {
     worker->claimed_bit = tag_bit;
-    worker->small       = small;
 }
 
 /* Allocates what is needed to receive a small message. False: there is no memory. */
@@ -29,34 +30,24 @@ bool tu_worker_reserve_scratch(tu_worker_t *worker)
     return worker->scratch != NULL && tu_long_reserve(worker);
 }
 
-static void scratch_received(void *request, ucs_status_t status, const ucp_tag_recv_info_t *info, void *scratch)
-{
-    (void)status;
-    (void)info;
-    free(scratch);
-    ucp_request_free(request);
-}
-
-/* Receives a small message that has arrived into the worker's scratch memory. */
+/* Receives a message into the worker's scratch memory. UCS_ERR_NO_RESOURCE: it is still UCX's, because it does not come in
+ * one piece. */
 static ucs_status_t receive_to_scratch(tu_worker_t *worker, ucp_tag_message_h message, size_t length)
 {
     ucp_request_param_t param = {
-        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_DATATYPE |
-                        UCP_OP_ATTR_FIELD_MEMORY_TYPE,
-        .cb.recv     = scratch_received,
-        .datatype    = ucp_dt_make_contig(1),
-        .memory_type = UCS_MEMORY_TYPE_HOST,
-        .user_data   = worker->scratch,
+        .op_attr_mask = UCP_OP_ATTR_FLAG_FORCE_IMM_CMPL | UCP_OP_ATTR_FIELD_DATATYPE | UCP_OP_ATTR_FIELD_MEMORY_TYPE,
+        .datatype     = ucp_dt_make_contig(1),
+        .memory_type  = UCS_MEMORY_TYPE_HOST,
     };
-    ucs_status_ptr_t answer = ucp_tag_msg_recv_nbx(worker->worker, worker->scratch, length, message, &param);
 
-    if (UCS_PTR_IS_PTR(answer)) {
-        /* The peer sends a small message by rendezvous, although it said otherwise when it connected. UCX keeps the
-         * memory until the message has arrived. */
-        worker->scratch = NULL;
-        return UCS_ERR_INVALID_PARAM;
-    }
-    return UCS_PTR_RAW_STATUS(answer);
+    return UCS_PTR_RAW_STATUS(ucp_tag_msg_recv_nbx(worker->worker, worker->scratch, length, message, &param));
+}
+
+/* Leaves a message to Python. */
+static void leave(tu_worker_t *worker, ucp_tag_message_h message, const ucp_tag_recv_info_t *info)
+{
+    tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info->length, info->sender_tag, (uint64_t)(uintptr_t)message);
+    worker->collected += info->length > TU_BUFFER ? info->length : TU_BUFFER;
 }
 
 /* Adds messages with the same tag and length to the arena. They become part of the last record if they continue it.
@@ -145,13 +136,18 @@ void tu_inbox_collect(tu_worker_t *worker)
         worker->others++;
         batch        = (uint32_t)info.sender_tag == TU_BATCH_QUEUE && info.length <= TU_LONGEST_BATCH;
         announcement = (uint32_t)info.sender_tag == TU_LONG_QUEUE && info.length == TU_LONG_HEAD;
-        if (!batch && info.length > worker->small) {
-            tu_ring_append(worker, TU_RECORD_MESSAGE, 0, UCS_OK, info.length, info.sender_tag,
-                           (uint64_t)(uintptr_t)message);
-            worker->collected += info.length > TU_BUFFER ? info.length : TU_BUFFER;
+        if (!batch && info.length > TU_SMALL_MESSAGE) {
+            leave(worker, message, &info);
             continue;
         }
         status = receive_to_scratch(worker, message, info.length);
+        if (status == UCS_ERR_NO_RESOURCE && !batch && !announcement && (uint32_t)info.sender_tag != TU_CONTROL_QUEUE) {
+            leave(worker, message, &info);
+            continue;
+        }
+        if (status == UCS_ERR_NO_RESOURCE) { /* the peer breaks the protocol: what waits for it would get ahead of it */
+            tu_message_throw_away(worker, message);
+        }
         if (status == UCS_OK && batch) {
             status = unpack_batch(worker, info.sender_tag, info.length);
         } else if (status == UCS_OK && announcement) {

@@ -261,6 +261,11 @@ class EndpointCore(Scope):
         if not self.proven:
             self.lanes_when_proven = self.lanes() or []
 
+    @property
+    def splits_batches(self) -> bool:
+        """True if UCX may send 4 KiB in several pieces: over UD a piece is no longer than a packet of the network."""
+        return any(lane.startswith(b"ud_") for lane in self.lanes_when_proven or ())
+
     def join(self, share: Scope) -> None:
         """A Connection begins to use it."""
         self.shares[share] = None

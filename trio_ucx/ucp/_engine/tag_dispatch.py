@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable
 from typing import Protocol, TypeVar, TypeVarTuple
 
@@ -26,7 +25,7 @@ class TagSink(Protocol):
         """A message arrived, and is UCX's until it is received."""
 
     def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
-        """``count`` small messages of one length arrived; 0: the peer sent one by rendezvous, against its threshold."""
+        """``count`` small messages of one length arrived; 0: one that had to, but did not come in one piece."""
 
     def internal_error(self, error: BaseException) -> None:
         """Ends this connection, and no other, after an exception in our own code. Never raises."""
@@ -61,15 +60,13 @@ class TagDispatch:
         self.sinks: dict[int, TagSink] = {}
         #: Whether the messages of Connections are dispatched here.
         self.claimed = False
-        #: The rendezvous thresholds of peers that are below TU_SMALL_MESSAGE, and how many connections have each.
-        self._thresholds: collections.Counter[int] = collections.Counter()
         #: Where C code receives small messages; a record says at which offset.
         self.arena = memoryview(ffi.buffer(lib.tu_worker_arena(engine.handle), lib.TU_ARENA))
 
     def claim(self) -> None:
         """Makes C code take the messages of Connections off UCX's queue from now on."""
         self.claimed = True
-        lib.tu_worker_claim_messages(self._engine.handle, CONNECTION_BIT, self.small)
+        lib.tu_worker_claim_messages(self._engine.handle, CONNECTION_BIT)
 
     def reserve_memory(self) -> None:
         """Makes sure that a small message can be received.
@@ -79,24 +76,6 @@ class TagDispatch:
         """
         if not lib.tu_worker_reserve_scratch(self._engine.handle):
             raise os_error_from_status(Status.NO_MEMORY, "receiving messages")
-
-    @property
-    def small(self) -> int:
-        """The length up to which C code receives messages as they arrive."""
-        return min([lib.TU_SMALL_MESSAGE + 1, *self._thresholds]) - 1
-
-    def expect_rendezvous(self, threshold: int) -> None:
-        """A connection opened whose peer has this rendezvous threshold; 0: none."""
-        if 0 < threshold <= lib.TU_SMALL_MESSAGE:
-            self._thresholds[threshold] += 1
-            self.claim()
-
-    def forget_rendezvous(self, threshold: int) -> None:
-        """A connection was closed whose peer has this rendezvous threshold."""
-        if 0 < threshold <= lib.TU_SMALL_MESSAGE:
-            self._thresholds -= collections.Counter({threshold: 1})
-            if self._engine.handle is not None:
-                self.claim()
 
     def discard(self, message: int) -> None:
         """Takes a message off UCX's hands, by its handle, and throws it away.

@@ -84,7 +84,7 @@ LIMITS = (
         "UCX has 16 bits for the length of a message in shared memory (uct_mm_fifo_element_t), and loses longer ones; "
         f"and {_ONE_PIECE}",
     ),
-    Limit("TCP_TX_SEG_SIZE|TCP_RX_SEG_SIZE|SELF_SEG_SIZE", LEAST_SEGMENT, math.inf, _ONE_PIECE),
+    Limit("(TCP_TX|TCP_RX|SELF|IB|RC|DC|SRD|(RC|DC)_(VERBS|MLX5))_SEG_SIZE", LEAST_SEGMENT, math.inf, _ONE_PIECE),
     Limit(
         "(MM|SYSV|POSIX|XPMEM)_FIFO_ELEM_SIZE",
         0,

@@ -41,8 +41,8 @@ from .._features import Feature
 from .._memory.registered import MemoryDescriptor, is_host_memory, unmap_unused
 from .._status import Status, UCXError
 
-#: UCX's transports that do not put and get by RDMA hardware.
-_SOFTWARE = ("tcp", "sysv", "posix", "self", "cma", "knem", "xpmem", "cuda", "gdr", "rocm", "ze")
+#: UCX's transports that do not put and get by RDMA hardware; UD cannot.
+_SOFTWARE = ("ud_", "tcp", "sysv", "posix", "self", "cma", "knem", "xpmem", "cuda", "gdr", "rocm", "ze")
 
 #: Linux 6.11 tells of one mapping (``struct procmap_query``). Reading of 30,000 may take 49 ms.
 _PROCMAP_QUERY, _PROCMAP_QUERY_VMA_SHARED, _QUERY = 0xC0686611, 0x08, struct.Struct("=9Q4I2Q")
