@@ -367,8 +367,9 @@ bool tu_inbox_lacks_memory(const tu_worker_t *worker);
  * are enough for 0.8 GB/s. */
 #define TU_MOST_PIECES 64
 
-/* Set in the `pointer` of a record: it is no handle of UCX's, but names a long message. Handles are aligned. */
-#define TU_IS_LONG 1
+/* Set in the `pointer` of a record: it is no handle of UCX's, but names a long message. The highest bit, which no address
+ * of a process has; the lowest would not do, because over rc_verbs UCX's handles are odd. */
+#define TU_IS_LONG ((uint64_t)1 << 63)
 /* Bytes of an announcement: queue (4), queue of the pieces (4), length of the message (8). */
 #define TU_LONG_HEAD 16
 
