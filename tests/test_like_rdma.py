@@ -14,7 +14,11 @@ from helpers import echo, serving
 BEGIN = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <stdint.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <unistd.h>
 
 #define REAL(name) ((__typeof__(&name))dlsym(dlopen("libucp.so.0", RTLD_NOW | RTLD_NOLOAD), #name))
 """
@@ -31,6 +35,39 @@ uintptr_t ucp_tag_probe_nb(void *worker, uint64_t tag, uint64_t mask, int remove
 void *ucp_tag_msg_recv_nbx(void *worker, void *buffer, size_t count, uintptr_t message, const void *param)
 {
     return REAL(ucp_tag_msg_recv_nbx)(worker, buffer, count, message & ~(uintptr_t)1, param);
+}
+"""
+
+#: As with InfiniBand's completion queues, on a machine that has them: the descriptor of the process's only worker
+#: announces what happens after arming, and nothing that came before, which there always is: arming takes a while.
+LATE_EVENTS = """
+static int events;
+
+int access(const char *path, int mode)
+{
+    return strcmp(path, "/dev/infiniband") == 0 ? 0 : faccessat(AT_FDCWD, path, mode, 0);
+}
+
+int ucp_worker_get_efd(void *worker, int *fd)
+{
+    struct epoll_event event = {.events = EPOLLIN | EPOLLET};
+    int status = REAL(ucp_worker_get_efd)(worker, fd);
+
+    events = epoll_create1(EPOLL_CLOEXEC);
+    epoll_ctl(events, EPOLL_CTL_ADD, *fd, &event);
+    *fd = events;
+    return status;
+}
+
+int ucp_worker_arm(void *worker)
+{
+    struct epoll_event event;
+    int status;
+
+    usleep(5000);
+    status = REAL(ucp_worker_arm)(worker);
+    epoll_wait(events, &event, 1, 0);
+    return status;
 }
 """
 
@@ -73,3 +110,7 @@ async def echo_through(fake: str, folder: Path) -> int:
 
 async def test_odd_handles(tmp_path: Path) -> None:
     await echo_through(ODD_HANDLES, tmp_path)
+
+
+async def test_arming_that_loses_events(tmp_path: Path) -> None:
+    assert await echo_through(LATE_EVENTS, tmp_path) == 0

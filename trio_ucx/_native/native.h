@@ -252,6 +252,8 @@ struct tu_worker {
     int efd;
     bool knows_user_data;      /* UCX 1.18 can be asked for an endpoint's user data */
     bool loses_info;           /* UCX 1.13 does not say what was received when a receive completes at once */
+    bool late_events;          /* it may announce only what comes after arming, as InfiniBand does: arming.c looks for what
+                                  came just before. Else not, as over TCP that would cost 0.5 us each time */
     uint64_t memory_types;     /* bits by ucs_memory_type_t: the memory that its transports reach */
     uint64_t claimed_bit;      /* tags with this bit are the Connections'; 0: all messages are left to UCX */
 
