@@ -1,8 +1,7 @@
 """Emulated machines: boots one or two guests, shows what they print, and does to them what a program in them asks for.
 
-A program asks by a file ``host.*`` in the folder that it shares with the host, whose last word is a full stop:
-``stop GUEST SECONDS``, ``kill GUEST``, ``cable SECONDS``. A guest for which there is ``again.GUEST`` starts again when
-it has ended.
+A program asks by a file ``host.*`` in the folder that it shares with the host: ``stop GUEST SECONDS`` or ``cable
+SECONDS``. A guest for which there is ``again.GUEST`` starts again when it has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 import attrs
 
 HERE = Path(__file__).resolve().parent
-#: For each processor: the name of QEMU's program, its options, and the kernel's console.
+#: For each processor: QEMU's program and its options, and the kernel's console.
 EMULATORS = {
     "x86_64": ("qemu-system-x86_64", ["-cpu", "max"], "ttyS0"),
     "aarch64": ("qemu-system-aarch64", ["-M", "virt,gic-version=3", "-cpu", "neoverse-n1"], "ttyAMA0"),
@@ -33,23 +32,14 @@ EMULATORS = {
 
 @attrs.frozen
 class Ground:
-    """What guests are made of.
+    """What guests are made of."""
 
-    Attributes:
-        processor: a key of :data:`EMULATORS`.
-        boot: the folder with ``vmlinuz``, ``initramfs``, and ``files``, a layer below those of ``root``.
-        root: the folder that is the guest's root, below a layer of memory.
-        python: the path of Python there.
-        variables: its environment.
-        rdma: whether there is a device of Soft-RoCE.
-    """
-
-    processor: str
-    boot: Path
+    processor: str  # a key of EMULATORS
+    boot: Path  # the folder with vmlinuz, initramfs, and files, a layer below those of the root
     root: Path
-    python: str
+    python: str  # its path there
     variables: dict[str, str]
-    rdma: bool = False
+    rdma: bool = False  # a device of Soft-RoCE
 
 
 @attrs.define(eq=False)
@@ -142,30 +132,22 @@ class Run:
 
     def _obey(self) -> None:
         for path in sorted(self.out.glob("host.*")):
-            words = path.read_text().split()
-            if words and words[-1] == ".":
-                path.unlink()
-                self._do(words[:-1])
+            self._do(path.read_text().split())
+            path.unlink()
         due = [action for at, action in self._later if at <= time.monotonic()]
         self._later = [(at, action) for at, action in self._later if at > time.monotonic()]
         for action in due:
             action()
 
     def _do(self, words: list[str]) -> None:
-        match words:
-            case ["stop", guest, seconds]:
-                self._processes[int(guest)].send_signal(signal.SIGSTOP)
-                self._after(seconds, lambda: self._processes[int(guest)].send_signal(signal.SIGCONT))
-            case ["kill", guest]:
-                self._processes[int(guest)].kill()
-            case ["cable", seconds]:
-                self._plug("off")
-                self._after(seconds, lambda: self._plug("on"))
-            case _:
-                raise ValueError(f"a program asks for {' '.join(words)}")
-
-    def _after(self, seconds: str, action: Callable[[], None]) -> None:
-        self._later.append((time.monotonic() + float(seconds), action))
+        end = time.monotonic() + float(words[-1])
+        if words[0] == "stop":
+            process = self._processes[int(words[1])]
+            process.send_signal(signal.SIGSTOP)
+            self._later.append((end, lambda: process.send_signal(signal.SIGCONT)))
+        else:
+            self._plug("off")
+            self._later.append((end, lambda: self._plug("on")))
 
     def _plug(self, state: str) -> None:
         for guest in self._processes:

@@ -38,7 +38,10 @@ class NotAvailable(Exception):
 def run(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:
     """Runs a command, and returns what it prints; raises NotAvailable with its last lines if it fails."""
     environment = {**os.environ, **variables}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
+    except OSError as error:
+        raise NotAvailable(f"{command[0]}: {error}") from error
     if done.returncode:
         text = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
         raise NotAvailable(f"{' '.join(map(str, command[:4]))} ... ended with {done.returncode}:\n{text}")
@@ -63,9 +66,8 @@ def once(folder: Path, recipe: str, make: Callable[[Path], object]) -> Path:
 
 def install(*packages: str) -> None:
     """Installs the packages that this machine lacks."""
-    query = ["dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", *packages]
-    shown = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
-    missing = [package for package in packages if f"{package} installed" not in shown]
+    shown = run("sh", "-c", f"dpkg-query -W -f '${{Package}} ${{db:Status-Status}}\n' {' '.join(packages)} || true")
+    missing = [package for package in packages if f"{package} installed" not in shown.splitlines()]
     if missing:
         print(f"lab: installs {' '.join(missing)}", file=sys.stderr, flush=True)
         run("apt-get", "update", "-q")
@@ -145,7 +147,10 @@ def source(folder: Path, *build: str | Path, **variables: str) -> Path:
 
     def make(folder: Path) -> None:
         copy(folder)
-        run(*build, cwd=folder, TRIO_UCX_WERROR="1", **variables)
+        try:
+            run(*build, cwd=folder, TRIO_UCX_WERROR="1", **variables)
+        except NotAvailable as error:
+            raise SystemExit(f"lab: trio_ucx does not compile: {error}") from error
 
     copy(once(folder, recipe, make))
     return folder

@@ -24,6 +24,8 @@ RANK, RANKS = int(os.environ["RANK"]), int(os.environ["RANKS"])
 ADDRESS, PEER, OUT = os.environ["ADDRESS"], os.environ["PEER"], Path("/mnt")
 TWO_GUESTS = os.environ["GUESTS"] == "2"
 KEY = b"the lab's key, which is no secret"
+#: One of these files exists when the other rank has ended, or has failed in this part.
+ENDED = [OUT / f"ended.{1 - RANK}"]
 PARTS: dict[str, Callable[[], Awaitable[object]]] = {}
 
 
@@ -74,11 +76,11 @@ def put(name: str, text: object = "") -> None:
 async def get(name: str, timeout: float = 200) -> str:
     with trio.fail_after(timeout):
         while True:
-            ended = (OUT / f"ended.{1 - RANK}").exists()
+            ended = [path for path in ENDED if path.exists()]
             try:
                 return (OUT / f"note.{name}").read_text()
             except OSError:
-                assert not ended, f"the other rank has ended, and never told {name}"
+                assert not ended, f"the other rank has given up, and never told {name}"
                 await trio.sleep(0.05)
 
 
@@ -91,7 +93,7 @@ async def barrier(name: str, timeout: float = 300) -> None:
 def ask_host(order: str) -> None:
     """Asks the host for something: see machines.py."""
     path = OUT / f"new.{RANK}.{time.monotonic_ns()}"
-    path.write_text(order + " .")
+    path.write_text(order)
     path.rename(OUT / f"host.{RANK}.{time.monotonic_ns()}")
 
 
@@ -168,6 +170,7 @@ def main(timeout: float = 100) -> None:
         nonlocal failed
         for name in names:
             await barrier(f"begin.{name}")
+            ENDED[1:] = [OUT / f"note.failed.{name}.{1 - RANK}"]
             began = time.monotonic()
             try:
                 with trio.fail_after(timeout):
@@ -175,8 +178,10 @@ def main(timeout: float = 100) -> None:
                 tell(f"OK {name} rank {RANK} ({time.monotonic() - began:.1f} s)", note or "")
             except Exception as error:
                 failed = True
+                put(f"failed.{name}.{RANK}")
                 tell(f"FAIL {name} rank {RANK} ({time.monotonic() - began:.1f} s): {brief(error)}")
                 traceback.print_exception(error, limit=-3)
+            ENDED[1:] = []
             await barrier(f"end.{name}", 60 + timeout)
 
     trio.run(all_parts)

@@ -20,7 +20,7 @@ LIKE_FIREWALLD = "reject with icmpx admin-prohibited"
 def wall(*rules, rest="drop"):
     always = ["iif lo accept", "meta l4proto { icmp, ipv6-icmp } accept", "ct state established,related accept"]
     lines = "\n".join([*always, *rules, rest])
-    return f"table inet f {{ chain input {{ type filter hook input priority 0;\n{lines}\n}} }}"
+    return f"table inet f {{ chain input {{ type filter hook input priority 0;\n{lines}\n}}\n}}"
 
 
 async def attempt(name, walls=(None, None), config=None, host="0.0.0.0", to=PEER, works=True):
