@@ -18,7 +18,8 @@ ffi = build_ffi.make_builder()
 _, _, _, options = ffi._assigned_source
 ffi.emit_c_code("module.c")
 command = ["aarch64-linux-gnu-gcc", "-g", "-fPIC", "-shared", "-DPy_LIMITED_API=0x030b0000", "-DNDEBUG"]
-command += [f"-I{path}" for path in (*options["include_dirs"], root / "usr/include/python3.11", root / "usr/include")]
+command += [f"-I{path}" for path in options["include_dirs"]]
+command += ["-isystem", str(root / "usr/include/python3.11"), "-isystem", str(root / "usr/include")]
 command += [f"-D{macro}={value}" for macro, value in options["define_macros"]]
 command += [*options["extra_compile_args"], "module.c", *options["sources"], "-o", "trio_ucx/_native/_ucx.abi3.so"]
 command += [*options["extra_link_args"], "-lucp", "-lucs", "-lpthread", "-ldl", f"-Wl,-rpath-link,{home / 'lib'}"]

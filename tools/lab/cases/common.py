@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,14 @@ async def shell(command: str, timeout: float = 60, check: bool = True) -> str:
 # ---- between the ranks, and to the host ----
 
 
-def put(name: str, text: object = "") -> None:
+def write(name: str, text: str) -> None:
     path = OUT / f"new.{RANK}.{time.monotonic_ns()}"
-    path.write_text(str(text))
-    path.rename(OUT / f"note.{name}")
+    path.write_text(text)
+    path.rename(OUT / name)
+
+
+def put(name: str, text: object = "") -> None:
+    write(f"note.{name}", str(text))
 
 
 async def get(name: str, timeout: float = 200) -> str:
@@ -90,14 +94,28 @@ async def barrier(name: str, timeout: float = 300) -> None:
         await get(f"barrier.{name}.{1 - RANK}", timeout)
 
 
-def ask_host(order: str) -> None:
+async def ask_host(order: str) -> None:
     """Asks the host for something: see machines.py."""
-    path = OUT / f"new.{RANK}.{time.monotonic_ns()}"
-    path.write_text(order)
-    path.rename(OUT / f"host.{RANK}.{time.monotonic_ns()}")
+    write(f"host.{RANK}.{time.monotonic_ns()}", order)
 
 
 # ---- a connection between the ranks ----
+
+
+class Losses(dict[str, float]):
+    """By name, when operations that were repeated for ever heard of the loss of their peer."""
+
+    async def note(self, name: str, function: Callable[[], Awaitable[object]]) -> None:
+        try:
+            while True:
+                await function()
+        except (trio_ucx.PeerLost, trio_ucx.UCXError):
+            self[name] = time.monotonic()
+
+    def check(self, names: Iterable[str], began: float, limit: float) -> str:
+        took = {name: round(at - began, 1) for name, at in self.items()}
+        assert took.keys() == set(names) and max(took.values()) < limit, took
+        return f"noticed after {took} s"
 
 
 def check_events(connection: Any, check: bool) -> None:

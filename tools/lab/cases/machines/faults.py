@@ -8,7 +8,7 @@ import time
 from functools import partial
 
 import trio
-from common import ask_host, connected, echo, main, part, shell
+from common import Losses, ask_host, connected, echo, main, part, shell
 
 import trio_ucx
 
@@ -82,65 +82,45 @@ async def is_noticed(name, begin, seconds):
     """The peer vanishes for so many seconds: whatever waits for it must end."""
 
     async def client(c):
-        ended = {}
+        losses = Losses()
         with await c.attach(await c.receive(tag=2)) as remote:
             await c.send(b"x")
             await c.receive()
             began = time.monotonic()
-
-            async def note(what, function):
-                try:
-                    while True:
-                        await function()
-                except (trio_ucx.PeerLost, trio_ucx.UCXError):
-                    ended[what] = round(time.monotonic() - began, 1)
-
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(note, "receive", c.receive)
-                nursery.start_soon(note, "send", partial(c.send, BIG, tag=1))
-                nursery.start_soon(note, "get", partial(remote.get, offset=0, nbytes=1 << 20))
+                nursery.start_soon(losses.note, "receive", c.receive)
+                nursery.start_soon(losses.note, "send", partial(c.send, BIG, tag=1))
+                nursery.start_soon(losses.note, "get", partial(remote.get, offset=0, nbytes=1 << 20))
                 await begin()
-        assert len(ended) == 3 and max(ended.values()) < NOTICED, ended
         await trio.sleep(max(0, seconds + 3 - (time.monotonic() - began)))
-        return ended
+        return losses.check(("receive", "send", "get"), began, NOTICED)
 
     ends = (trio_ucx.PeerLost, trio_ucx.UCXError)
     return await connected(name, serve, client, ends=ends, keepalive_interval=KEEPALIVE, check=False)
 
 
-def host_does(order):
-    async def do():
-        ask_host(order)
-
-    return do
-
-
-def does(command):
-    return partial(shell, command)
-
-
 def netem(options):
-    return does(f"tc qdisc add dev eth0 root netem {options}"), does("tc qdisc del dev eth0 root")
+    return partial(shell, f"tc qdisc add dev eth0 root netem {options}"), partial(shell, "tc qdisc del dev eth0 root")
 
 
 @part
 async def cable_out_for_2_seconds():
-    return await survives("cable2", host_does("cable 2"))
+    return await survives("cable2", partial(ask_host, "cable 2"))
 
 
 @part
 async def cable_out_for_40_seconds():
-    return await is_noticed("cable40", host_does("cable 40"), 40)
+    return await is_noticed("cable40", partial(ask_host, "cable 40"), 40)
 
 
 @part
 async def stopped_for_4_seconds():
-    return await survives("stop4", host_does("stop 0 4"))
+    return await survives("stop4", partial(ask_host, "stop 0 4"))
 
 
 @part
 async def stopped_for_40_seconds():
-    return await is_noticed("stop40", host_does("stop 0 40"), 40)
+    return await is_noticed("stop40", partial(ask_host, "stop 0 40"), 40)
 
 
 @part
@@ -175,7 +155,7 @@ async def low_rate():
 
 @part
 async def clock_steps():
-    return await survives("clock", does("date -s '+1 hour'"), does("date -s '-1 hour'"))
+    return await survives("clock", partial(shell, "date -s '+1 hour'"), partial(shell, "date -s '-1 hour'"))
 
 
 main(timeout=150)

@@ -1,23 +1,16 @@
-"""Groups of two machines with two ranks each: by hand, with torchrun's variables, by mpirun over ssh, by Slurm.
-
-With the argument --rank it is a rank of such a group.
-"""
+"""Groups of two machines with two ranks each: by hand, with torchrun's variables, by mpirun over ssh, by Slurm."""
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
 
-import numpy
 import trio
 from common import KEY, OUT, RANK, barrier, main, part, run_shell, shell
 
-from trio_ucx import mesh
-
 HOME, GUEST = Path("/root/.config/trio_ucx"), int(os.environ["GUEST"])
-PROGRAM = f"{sys.executable} -u {__file__} --rank"
+PROGRAM = f"{sys.executable} -u {Path(__file__).with_name('rank.py')}"
 SLURM = """ClusterName=lab
 SlurmctldHost=guest0
 SlurmUser=root
@@ -40,22 +33,6 @@ SlurmdParameters=config_overrides
 NodeName=guest[0-1] CPUs=1 RealMemory=1000 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES OverSubscribe=FORCE:4 State=UP
 """
-
-
-async def rank() -> None:
-    """A sum, a message to each of the others, and a barrier."""
-    async with mesh.join(timeout=100) as group:
-        total = await group.all_reduce(numpy.arange(100_000.0) + group.rank, "sum")
-        n = group.size
-        assert n == 4 and (total == numpy.arange(100_000.0) * n + sum(range(n))).all()
-        others = [other for other in range(n) if other != group.rank]
-        for other in others:
-            await group.send(b"%d" % group.rank, to=other)
-        for other in others:
-            assert await group.receive(source=other) == b"%d" % other
-        hosts = [bytes(host).decode() for host in await group.all_gather(socket.gethostname().encode())]
-        await group.barrier()
-        print(f"rank {group.rank} of {n} is well; hosts {sorted(set(hosts))}", flush=True)
 
 
 def check(text: str, ranks: int) -> None:
@@ -146,7 +123,4 @@ async def slurm():
     await barrier("slurm.done", 300)
 
 
-if "--rank" in sys.argv:
-    trio.run(rank)
-else:
-    main(timeout=400)
+main(timeout=400)

@@ -10,7 +10,7 @@ import time
 from functools import partial
 
 import trio
-from common import KEY, OUT, PEER, RANK, brief, echo, get, put, tell
+from common import KEY, OUT, PEER, RANK, Losses, brief, echo, get, put, tell
 
 import trio_ucx
 from trio_ucx import rpc, ucp
@@ -73,16 +73,7 @@ async def server():
 
 
 async def switch_off(number, retry):
-    ended = {}
-    began = time.monotonic()
-
-    async def note(what, function):
-        try:
-            while True:
-                await function()
-        except (trio_ucx.PeerLost, trio_ucx.UCXError):
-            ended[what] = round(time.monotonic() - began, 1)
-
+    losses = Losses()
     async with rpc.connect(f"{PEER}:{PORT + 2}", service=Store, retry=retry, **OPTIONS) as calls:
         while await calls.call("boot", timeout=120) != number:
             await trio.sleep(0.5)
@@ -98,7 +89,7 @@ async def switch_off(number, retry):
             if ROUNDS[number] == "draining":
                 waits["request"] = partial(asking.request, b"")
             for what, function in waits.items():
-                nursery.start_soon(note, what, function)
+                nursery.start_soon(losses.note, what, function)
             answers = []
 
             async def call():
@@ -114,9 +105,8 @@ async def switch_off(number, retry):
         remote.close()
         c.abort()
         asking.abort()
-    assert ended.keys() == waits.keys() and max(ended.values()) < NOTICED, ended
     assert answers == [number + 1], answers  # of the machine that has booted again
-    return f"noticed after {ended} s"
+    return losses.check(waits, began, NOTICED)
 
 
 async def client():

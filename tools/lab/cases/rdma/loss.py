@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import time
 from functools import partial
 
 import trio
-from common import ADDRESS, KEY, get, main, part, put
+from common import ADDRESS, KEY, Losses, get, main, part, put
 
 import trio_ucx
 
@@ -33,28 +32,18 @@ async def serve(name: str) -> None:
 
 async def kill(name: str, how: bytes, sends: bool) -> str:
     with subprocess.Popen([sys.executable, __file__, "--serve", name]) as child:
-        ended = {}
+        losses, waits = Losses(), ["receive", *(["send"] if sends else [])]
         address = f"{ADDRESS}:{await get(f'port.{name}')}"
         async with trio_ucx.connect(address, authkey=KEY, connect_timeout=60, keepalive_interval=3) as c:
             await c.send(how)
-            began = time.monotonic()
-
-            async def note(what, function):
-                try:
-                    while True:
-                        await function()
-                except trio_ucx.PeerLost:
-                    ended[what] = round(time.monotonic() - began, 2)
-
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(note, "receive", c.receive)
+                nursery.start_soon(losses.note, "receive", c.receive)
                 if sends:
-                    nursery.start_soon(note, "send", partial(c.send, bytes(4 << 20), tag=1))
+                    nursery.start_soon(losses.note, "send", partial(c.send, bytes(4 << 20), tag=1))
                 await trio.sleep(1)
                 began = time.monotonic()
                 child.send_signal(signal.SIGKILL)
-        assert max(ended.values()) < NOTICED, ended
-        return f"noticed after {ended}"
+        return losses.check(waits, began, NOTICED)
 
 
 @part
@@ -73,7 +62,6 @@ async def unread():
 
 
 if "--serve" in sys.argv:
-    os.environ["PYTHONUNBUFFERED"] = "1"
     trio.run(serve, sys.argv[-1])
 else:
     main()

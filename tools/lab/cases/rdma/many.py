@@ -1,4 +1,4 @@
-"""100 connections, workers of their own, a fork, and meshes, over RDMA; one rank."""
+"""100 connections, a fork, and meshes, over RDMA; one rank."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ trio.run(main)
 
 
 @asynccontextmanager
-async def serving(**options):
+async def serving():
     async with trio.open_nursery() as nursery:
-        serve = partial(trio_ucx.serve_ucx, echo, 0, host=ADDRESS, authkey=KEY, **options)
+        serve = partial(trio_ucx.serve_ucx, echo, 0, host=ADDRESS, authkey=KEY)
         server = await nursery.start(serve)
         yield server.address
         nursery.cancel_scope.cancel()
@@ -61,14 +61,6 @@ async def hundred_connections():
         async with trio.open_nursery() as nursery:
             for _ in range(100):
                 nursery.start_soon(client)
-
-
-@part
-async def workers_of_their_own():
-    async with serving(isolate=True) as address:
-        for _ in range(3):
-            async with trio_ucx.connect(address, authkey=KEY, isolate=True) as c:
-                await round_trip(c, 100_000)
 
 
 @part
