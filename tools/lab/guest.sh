@@ -1,6 +1,7 @@
 #!/bin/bash
 # In the guest, as its first process: sets up the network, and Soft-RoCE where it is wanted, runs the program, and ends
 # the guest. What the host wants is in /mnt/settings (machines.py).
+# shellcheck disable=SC1091,SC2153,SC2154 # variables come from there, and from the kernel's command line
 exec </dev/null >>"/mnt/output.$guest" 2>&1
 end() {
     echo "$1" >"/mnt/status.$guest"

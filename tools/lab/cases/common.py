@@ -39,10 +39,6 @@ def tell(*words: object) -> None:
     sys.stdout.write(" ".join(map(str, words)) + "\n")  # in one piece: the other rank may print, too
 
 
-def say(*words: object) -> None:
-    tell(f"     [{RANK}]", *words)
-
-
 def first(error: BaseException) -> BaseException:
     return first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 import trio
-from common import KEY, PEER, RANK, TWO_GUESTS, barrier, connected, echo, get, main, part, put, say
+from common import KEY, PEER, RANK, TWO_GUESTS, barrier, connected, echo, get, main, part, put
 
 import trio_ucx
 from trio_ucx import rpc
@@ -33,9 +33,9 @@ async def send_and_receive(c, data, back):
 @part
 async def messages():
     async def client(c):
-        say(c.transports)
         for size in SIZES:
             await send_and_receive(c, made(size), made(size))
+        return c.transports
 
     return await connected("messages", echo, client)
 
