@@ -27,7 +27,7 @@ HOST = ["mmdebstrap", "kmod", "cpio", "debian-archive-keyring"]
 HOST_RDMA = ["gcc", "g++", "make", "pkg-config", "iproute2", "libibverbs-dev", "librdmacm-dev", "ibverbs-providers"]
 LAYER = ["nftables", "openssh-server", "openssh-client", "openmpi-bin", "slurm-wlm", "munge"]
 ARM_ROOT = ["base-files", "bash", "dash", "mount", "util-linux", "python3-dev", "libstdc++6", "iproute2", "kmod"]
-WHEELS = ["trio>=0.29", "cffi>=1.16", "attrs>=23.2", "outcome>=1.3", "libucx-cu12>=1.21", "numpy>=1.24", "msgspec"]
+WHEELS = ["trio>=0.29", "cffi>=1.16", "libucx-cu12>=1.21", "numpy>=1.24", "msgspec", "rich"]
 
 
 class NotAvailable(Exception):
@@ -166,6 +166,7 @@ def add_python(root: Path) -> None:
         (venv / "bin").mkdir()
         (venv / "bin/python").symlink_to("/usr/bin/python3.11")
         (venv / "pyvenv.cfg").write_text("home = /usr/bin\nversion = 3.11\n")
+        run("sh", "-c", f"{sys.executable} -m compileall -q {root}/usr/lib/python3.11 || true")  # as for source()
         options = [f"--platform=manylinux{version}_aarch64" for version in ("2014", "_2_17", "_2_24", "_2_28", "_2_34")]
         options += [f"--abi={abi}" for abi in ("cp311", "abi3", "none")]
         options += ["--python-version=3.11", "--implementation=cp", "--only-binary=:all:"]
