@@ -153,7 +153,7 @@ def source(folder: Path, *build: str | Path, **variables: str) -> Path:
 def source_for(ucx: Path) -> Path:
     """Returns a copy of the checkout with a module for this UCX."""
     variables = {"PKG_CONFIG_PATH": f"{ucx}/lib/pkgconfig", "TRIO_UCX_SYSTEM_UCX": "1"}
-    return source(CACHE / "source-rdma", sys.executable, "build_ffi.py", **variables)
+    return source(CACHE / f"source-{ucx.name}", sys.executable, "build_ffi.py", **variables)
 
 
 # ---- ARM64 ----
