@@ -9,11 +9,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -84,7 +82,7 @@ class Run:
         return [98 if guest in late else self._status(guest) for guest in range(self.guests)]
 
     def _boot(self, guest: int) -> None:
-        for name in ("again", "cable", "monitor", "status"):
+        for name in ("again", "cable", "status"):
             (self.out / f"{name}.{guest}").unlink(missing_ok=True)
         program, options, console = EMULATORS[self.ground.processor]
         accelerator = os.environ.get("LAB_ACCELERATOR", "tcg,thread=multi")
@@ -100,7 +98,6 @@ class Run:
         command = [program, "-accel", accelerator, *options, "-smp", "1" if self.guests == 2 else "2"]
         command += ["-m", os.environ.get("LAB_MEMORY", "3G"), "-nodefaults", "-display", "none", "-no-reboot"]
         command += ["-serial", f"file:{self.out / f'console.{guest}'}", "-append", kernel]
-        command += ["-monitor", f"unix:{self.out / f'monitor.{guest}'},server=on,wait=off"]
         command += ["-kernel", str(self.ground.boot / "vmlinuz"), "-initrd", str(self.ground.boot / "initramfs")]
         for tag, path in shares.items():
             mode = "" if tag == "out" else ",readonly=on,multidevs=remap"
@@ -146,19 +143,12 @@ class Run:
             process.send_signal(signal.SIGSTOP)
             self._later.append((end, lambda: process.send_signal(signal.SIGCONT)))
         else:
-            self._plug("off")
-            self._later.append((end, lambda: self._plug("on")))
+            self._cut("cable", "cut")
+            self._later.append((end, lambda: self._cut("cut", "cable")))
 
-    def _plug(self, state: str) -> None:
-        for guest in self._processes:
-            with socket.socket(socket.AF_UNIX) as monitor:
-                monitor.settimeout(20)
-                monitor.connect(str(self.out / f"monitor.{guest}"))
-                for line in (f"set_link net {state}\n".encode(), b""):
-                    read = b""
-                    while not re.search(rb"\(qemu\) $", read):
-                        read += monitor.recv(4096)
-                    monitor.sendall(line)
+    def _cut(self, before: str, after: str) -> None:
+        for guest in range(self.guests):
+            (self.out / f"{before}.{guest}").rename(self.out / f"{after}.{guest}")
 
 
 def tsc_rate() -> int:
