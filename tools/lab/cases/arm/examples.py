@@ -1,4 +1,4 @@
-"""The programs of examples/, each with its client, on one machine; one rank."""
+"""Programs of examples/, each with its client; one rank. (Not those that wait for a few seconds only.)"""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ PAIRS = {
     "kv_cache": (["prefill"], ["decode ADDRESS 'a prompt'"]),
     "publish": (["serve"], ["watch ADDRESS --count 3"]),
 }
-ALONE = {
-    "worker_pool": "worker_pool.py demo --workers 2 --tasks 6",
+MESHES = {
     "ring_all_reduce": "ring_all_reduce.py",
     "heat_equation": "heat_equation.py --side 64 --steps 20 --check",
 }
@@ -58,15 +57,14 @@ def add(name: str) -> None:
             for client in clients:
                 call(str(EXAMPLES / f"{name}.py"), client.replace("ADDRESS", address))
 
-    async def alone():
-        program = f"{EXAMPLES}/{ALONE[name]}"
-        call(program) if name == "worker_pool" else call("-m trio_ucx mesh --ranks 2", program)
+    async def two_ranks():
+        call("-m trio_ucx mesh --ranks 2", f"{EXAMPLES}/{MESHES[name]}")
 
-    function = pair if name in PAIRS else alone
+    function = pair if name in PAIRS else two_ranks
     function.__name__ = name
     part(function)
 
 
-for name in (*PAIRS, *ALONE):
+for name in (*PAIRS, *MESHES):
     add(name)
 main(timeout=200)
