@@ -14,7 +14,6 @@ trap 'end 99' EXIT
 mount -t tmpfs tmpfs /run
 mkdir -p /dev/shm /dev/pts /sys/fs/cgroup
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
-mount -t tmpfs -o mode=1777 tmpfs /tmp
 mount -t devpts devpts /dev/pts
 mount -t cgroup2 cgroup2 /sys/fs/cgroup 2>/dev/null
 ln -sf /proc/self/fd /dev/fd
