@@ -64,8 +64,12 @@ int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max
         }
         switch (ucp_worker_arm(worker->worker)) {
         case UCS_OK:
-            *armed = TU_ARMED;
-            return 0;
+            /* A completion queue announces only what comes after arming, and UCX does not look for what came before. */
+            if (!worker->late_events || (tu_inbox_progress(worker) == 0 && worker->used == 0)) {
+                *armed = TU_ARMED;
+                return 0;
+            }
+            break;
         case UCS_ERR_BUSY:
             worker->counts.arm_busy++;
             if (--retries == 0) {

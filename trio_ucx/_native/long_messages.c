@@ -484,7 +484,7 @@ void tu_long_piece_arrived(tu_worker_t *worker, ucp_tag_message_h handle, uint64
 /* Receives a message that was announced. An empty buffer means that nobody wants it: then it is dropped. */
 int64_t tu_long_receive(tu_worker_t *worker, uint64_t pointer, const tu_buffers_t *buffers)
 {
-    tu_long_t *message = (tu_long_t *)(uintptr_t)(pointer & ~(uint64_t)TU_IS_LONG);
+    tu_long_t *message = (tu_long_t *)(uintptr_t)(pointer & ~TU_IS_LONG);
     int64_t verdict;
     unsigned i;
 

@@ -320,6 +320,7 @@ struct tu_worker {
     int efd;
     bool knows_user_data;      /* UCX 1.18 can be asked for an endpoint's user data */
     bool loses_info;           /* UCX 1.13 does not say what was received when a receive completes at once */
+    bool late_events;          /* arming may lose events: there is InfiniBand. (To look costs 0.5 us over TCP.) */
     uint64_t memory_types;     /* bits by ucs_memory_type_t: the memory that its transports reach */
     uint64_t claimed_bit;      /* tags with this bit are the Connections'; 0: all messages are left to UCX */
 
@@ -434,8 +435,9 @@ bool tu_inbox_lacks_memory(const tu_worker_t *worker);
  * are enough for 0.8 GB/s. */
 #define TU_MOST_PIECES 64
 
-/* Set in the `pointer` of a record: it is no handle of UCX's, but names a long message. Handles are aligned. */
-#define TU_IS_LONG 1
+/* Set in the `pointer` of a record: it is no handle of UCX's, but names a long message. No address of a process has the
+ * highest bit. The lowest would not do, because over rc_verbs UCX's handles are odd. */
+#define TU_IS_LONG ((uint64_t)1 << 63)
 /* Bytes of an announcement: queue (4), queue of the pieces (4), length of the message (8). */
 #define TU_LONG_HEAD 16
 

@@ -1,5 +1,6 @@
 /* Creates, destroys, describes and flushes workers. */
 #include <string.h>
+#include <unistd.h>
 
 #include "native.h"
 
@@ -43,6 +44,7 @@ static tu_worker_t *worker_allocate(tu_context_t *context, const tu_port_range_t
     worker->streams         = (context->features & UCP_FEATURE_STREAM) != 0;
     worker->knows_user_data = tu_ucx_has(1, 18);
     worker->loses_info      = !tu_ucx_has(1, 17);
+    worker->late_events     = access("/dev/infiniband", F_OK) == 0; /* all of UCX's RDMA transports need it */
     strncpy(worker->wake.folder, wake_folder, sizeof(worker->wake.folder) - 1);
     tu_list_init(&worker->hooks);
     tu_long_open(worker);

@@ -1,0 +1,52 @@
+"""The cases of each ground."""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen
+class Case:
+    """A program of this folder, and where it runs.
+
+    Args:
+        tls: the transports (UCX_TLS); "": UCX's default.
+        guests, ranks: two ranks run it in one guest or in two, or one rank in one.
+        seconds: after which the guests are ended.
+        quick: whether it suits CI.
+    """
+
+    program: str
+    tls: str = ""
+    guests: int = 1
+    ranks: int = 2
+    seconds: int = 600
+    quick: bool = False
+
+
+GROUNDS: dict[str, dict[str, Case]] = {
+    "rdma": {
+        "features-rc": Case("features.py", "rc", quick=True),
+        "features-ud": Case("features.py", "ud"),
+        "features-default": Case("features.py"),
+        "features-two": Case("features.py", "rc", guests=2, seconds=900),
+        "loss": Case("rdma/loss.py", "rc", ranks=1),
+        "many": Case("rdma/many.py", "rc", ranks=1),
+        "wakeups-rc": Case("rdma/wakeups.py", "rc", seconds=1500, quick=True),
+        "wakeups-ud": Case("rdma/wakeups.py", "ud", seconds=1500, quick=True),
+        "wakeups-tcp": Case("rdma/wakeups.py", "tcp", seconds=1500),
+        "wakeups-shm": Case("rdma/wakeups.py", "sm,self", seconds=1500),
+    },
+    "machines": {
+        "features": Case("features.py", "tcp", guests=2, quick=True),
+        "faults": Case("machines/faults.py", "tcp", guests=2, seconds=900),
+        "power": Case("machines/power.py", "tcp", guests=2, seconds=900),
+        "firewall": Case("machines/firewall.py", guests=2, seconds=900),
+        "groups": Case("machines/groups.py", guests=2, seconds=1500),
+    },
+    "arm": {
+        "features-tcp": Case("features.py", "tcp", quick=True),
+        "features-shm": Case("features.py", "tcp,sm,self"),
+        "examples": Case("arm/examples.py", ranks=1, seconds=900),
+    },
+}

@@ -1,0 +1,161 @@
+"""Emulated machines: boots one or two guests, shows what they print, and does to them what a program in them asks for.
+
+A program asks by a file ``host.*`` in the folder that it shares with the host: ``stop GUEST SECONDS`` or ``cable
+SECONDS``. A guest for which there is ``again.GUEST`` starts again when it has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import attrs
+
+HERE = Path(__file__).resolve().parent
+#: For each processor: QEMU's program and its options, and the kernel's console.
+EMULATORS = {
+    "x86_64": ("qemu-system-x86_64", ["-cpu", "max"], "ttyS0"),
+    "aarch64": ("qemu-system-aarch64", ["-M", "virt,gic-version=3", "-cpu", "neoverse-n1"], "ttyAMA0"),
+}
+
+
+@attrs.frozen
+class Ground:
+    """What guests are made of."""
+
+    processor: str  # a key of EMULATORS
+    boot: Path  # the folder with vmlinuz, initramfs, and files, a layer below those of the root
+    root: Path
+    python: str  # its path there
+    variables: dict[str, str]
+    rdma: bool = False  # a device of Soft-RoCE
+
+
+@attrs.define(eq=False)
+class Run:
+    """One program in one or two guests, which share the folder ``out``; ``lines`` is called with what they print."""
+
+    ground: Ground
+    out: Path
+    guests: int
+    lines: Callable[[int, str], None]
+    _processes: dict[int, subprocess.Popen[bytes]] = attrs.Factory(dict)
+    _read: dict[int, int] = attrs.Factory(dict)
+    _later: list[tuple[float, Callable[[], None]]] = attrs.Factory(list)
+
+    def run(self, command: list[str], variables: dict[str, str], ranks: int, seconds: float) -> list[int]:
+        """Returns the exit status of each guest's program; 98 if the guest ended without one, or had to be ended."""
+        variables = self.ground.variables | variables | {"GUESTS": str(self.guests), "RANKS": str(ranks)}
+        settings = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        settings += [f"rdma={'1' if self.ground.rdma else ''}", f"command=({shlex.join(command)})"]
+        settings += [f"now={time.time():.0f}" if self.ground.processor == "aarch64" else "now="]
+        (self.out / "settings").write_text("\n".join(settings) + "\n")
+        shutil.copy(HERE / "guest.sh", self.out)
+        end = time.monotonic() + seconds
+        try:
+            for guest in range(self.guests):
+                self._boot(guest)
+            while self._processes and time.monotonic() < end:
+                time.sleep(0.1)
+                self._follow()
+                self._obey()
+                for guest, process in list(self._processes.items()):
+                    if process.poll() is not None:
+                        del self._processes[guest]
+                        if (self.out / f"again.{guest}").exists():
+                            self._boot(guest)
+        finally:
+            late = list(self._processes)
+            for process in self._processes.values():
+                process.kill()
+                process.wait()
+        self._follow()
+        return [98 if guest in late else self._status(guest) for guest in range(self.guests)]
+
+    def _boot(self, guest: int) -> None:
+        for name in ("again", "cable", "status"):
+            (self.out / f"{name}.{guest}").unlink(missing_ok=True)
+        program, options, console = EMULATORS[self.ground.processor]
+        accelerator = os.environ.get("LAB_ACCELERATOR", "tcg,thread=multi")
+        kernel = f"console={console} quiet loglevel=5 panic=-1 mitigations=off net.ifnames=0 guest={guest}"
+        if self.ground.processor == "x86_64" and accelerator.startswith("tcg"):
+            kernel += f" no_timer_check tsc_early_khz={tsc_rate()} tsc=reliable"
+        shares = {"root": self.ground.root, "layer": self.ground.boot / "files", "out": self.out}
+        mac = f"52:54:00:00:00:0{guest + 1}"
+        network = "user,id=net,restrict=on"
+        if self.guests == 2:  # a cable: frames as datagrams between two Unix sockets
+            ends = [self.out / f"cable.{end}" for end in (guest, 1 - guest)]
+            network = f"dgram,id=net,local.type=unix,local.path={ends[0]},remote.type=unix,remote.path={ends[1]}"
+        command = [program, "-accel", accelerator, *options, "-smp", "1" if self.guests == 2 else "2"]
+        command += ["-m", os.environ.get("LAB_MEMORY", "3G"), "-nodefaults", "-display", "none", "-no-reboot"]
+        command += ["-serial", f"file:{self.out / f'console.{guest}'}", "-append", kernel]
+        command += ["-kernel", str(self.ground.boot / "vmlinuz"), "-initrd", str(self.ground.boot / "initramfs")]
+        for tag, path in shares.items():
+            mode = "" if tag == "out" else ",readonly=on,multidevs=remap"
+            command += ["-fsdev", f"local,id={tag},path={path},security_model=none{mode}"]
+            command += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
+        command += ["-netdev", network, "-device", f"virtio-net-pci,netdev=net,mac={mac}"]
+        with open(self.out / f"qemu.{guest}", "ab") as log:
+            self._processes[guest] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _follow(self) -> None:
+        """Passes on the whole lines that the guests have printed."""
+        for guest in range(self.guests):
+            with suppress(FileNotFoundError), open(self.out / f"output.{guest}", "rb") as file:
+                file.seek(self._read.get(guest, 0))
+                text, newline, _ = file.read().rpartition(b"\n")
+                self._read[guest] = self._read.get(guest, 0) + len(text) + len(newline)
+                for line in text.decode(errors="replace").splitlines():
+                    self.lines(guest, line)
+
+    def _status(self, guest: int) -> int:
+        with suppress(FileNotFoundError, ValueError):
+            return int((self.out / f"status.{guest}").read_text())
+        for name in ("qemu", "console"):
+            for line in (self.out / f"{name}.{guest}").read_text(errors="replace").splitlines()[-20:]:
+                self.lines(guest, f"{name}: {line}")
+        return 98
+
+    # ---- what programs ask for ----
+
+    def _obey(self) -> None:
+        for path in sorted(self.out.glob("host.*")):
+            self._do(path.read_text().split())
+            path.unlink()
+        due = [action for at, action in self._later if at <= time.monotonic()]
+        self._later = [(at, action) for at, action in self._later if at > time.monotonic()]
+        for action in due:
+            action()
+
+    def _do(self, words: list[str]) -> None:
+        end = time.monotonic() + float(words[-1])
+        if words[0] == "stop":
+            process = self._processes[int(words[1])]
+            process.send_signal(signal.SIGSTOP)
+            self._later.append((end, lambda: process.send_signal(signal.SIGCONT)))
+        else:
+            self._cut("cable", "cut")
+            self._later.append((end, lambda: self._cut("cut", "cable")))
+
+    def _cut(self, before: str, after: str) -> None:
+        for guest in range(self.guests):
+            (self.out / f"{before}.{guest}").rename(self.out / f"{after}.{guest}")
+
+
+def tsc_rate() -> int:
+    """Returns the rate of this machine's TSC in kHz. Guests see this TSC, and a busy one cannot measure its rate."""
+    memory = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    memory.write(b"\x0f\x31\x48\xc1\xe2\x20\x48\x09\xd0\xc3")  # rdtsc; shl rdx, 32; or rax, rdx; ret
+    rdtsc = ctypes.CFUNCTYPE(ctypes.c_uint64)(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+    ticks, at = rdtsc(), time.monotonic_ns()
+    time.sleep(0.2)
+    return round(int(rdtsc() - ticks) / (time.monotonic_ns() - at) * 1e6)
