@@ -1,6 +1,6 @@
 """Structured-concurrency networking over UCX, for Trio: shared memory and TCP messages with real cancellation.
 
-RDMA is used where it is chosen, and has never been run in this repository.
+RDMA is used where it is chosen; it was run in emulated machines only.
 
 Layers, lowest first; imports point down only (``tests/test_layers.py``):
 
