@@ -218,3 +218,17 @@ async def test_the_method_of_a_dropped_stream_is_cancelled(worker: ucp.Worker) -
             with pytest.warns(ResourceWarning, match="dropped"):
                 del stream
             await until(lambda: not counting.running)
+
+
+async def test_a_stream_that_is_dropped_after_its_worker_was_closed(worker: ucp.Worker) -> None:
+    """The client has its place again."""
+    async with serving(rpc.serving(Counting()), worker) as server:
+        async with ucp.open_worker() as gone:
+            connection = await trio_ucx.open_ucx_stream(*server.address, worker=gone)
+            client = rpc.Client(connection, limit=1)
+            stream = await client.stream("count").__aenter__()
+            assert await anext(stream) == 1
+            connection.abort()
+        with pytest.warns(ResourceWarning, match="dropped"):
+            del stream
+        await until(lambda: client._slots.value == 1)

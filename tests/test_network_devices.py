@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import struct
+import sys
 from collections.abc import Sequence
 from ipaddress import ip_address
 from itertools import count
@@ -404,6 +405,16 @@ async def test_routes_by_source(address: str, at: Sequence[str]) -> None:
         found = virtual if address == "loopback" else own
         options = {"local_address": found[client.name]}
         (await meet(Side(client.under, options), Side(server.under), found[server.name])).assert_tcp()
+
+
+@pytest.mark.root
+async def test_labels_are_no_devices() -> None:
+    """...such as those that ifconfig gives further addresses."""
+    with open_network() as network:
+        host = network.host()
+        host.ip("addr", "add", "10.99.0.1/32", "dev", "lo", "label", "lo:0")
+        found = "from trio_ucx.ucp._quirks import network_devices; print(*network_devices.active_addresses())"
+        assert "('10.99.0.1', 'lo')" in host.run(sys.executable, "-c", found)
 
 
 @pytest.mark.root

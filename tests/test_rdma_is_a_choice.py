@@ -47,6 +47,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"TLS": "ud"}, {}),
         ({"TLS": "tcp,ib"}, {}),
         ({"TLS": "srd,sm"}, {}),
+        ({"TLS": "tcp,\\rc_verbs"}, {}),
         ({"NET_DEVICES": "all"}, LEFT_OUT),
         ({"NET_DEVICES": "eth0,lo"}, LEFT_OUT),
         ({"NET_DEVICES": "^mlx5_1:1"}, LEFT_OUT),
@@ -69,7 +70,7 @@ def test_nobody_loses_it_in_silence(
         rdma.restrict(options)
     [record] = caplog.records
     assert (record.name, record.levelname) == ("trio_ucx", "WARNING")
-    assert record.message.startswith("UCX does without RDMA (mlx5_0): whoever reaches these devices could take over")
+    assert record.message.startswith("UCX does without RDMA (mlx5_0:1): whoever reaches these devices could take over")
     assert "UCX_TLS=all" in record.message and "UCX_NET_DEVICES=mlx5_0:1" in record.message
 
 
@@ -81,8 +82,19 @@ def test_a_choice_is_not_warned_of(options: Mapping[str, str], machine: Path, ca
     assert caplog.records == []
 
 
+@pytest.mark.parametrize(
+    ("devices", "changes"),
+    [("mlx5_1", {}), ("eth0, mlx5_0", {}), ("mlx5_2", LEFT_OUT), ("", LEFT_OUT), ("^mlx5_0", LEFT_OUT)],
+)
+def test_devices_without_a_port(
+    devices: str, changes: Mapping[str, str], machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rdma, "_DEVICES", machine / "sys/class/infiniband")
+    assert rdma.restrict({"NET_DEVICES": devices}) == changes
+
+
 def test_devices_that_cannot_be_used_are_no_loss(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rdma.usable_devices() == ["mlx5_0"]
+    assert rdma.usable_devices() == ["mlx5_0:1"]
     with monkeypatch.context() as closed:
         closed.setattr(os, "access", lambda *_: False)
         assert rdma.usable_devices() == []

@@ -840,4 +840,5 @@ async def test_a_connection_that_is_made_while_the_group_ends_is_not_kept() -> N
             link = links.link(1)
             await links._try_to_connect(link)
             assert link.connection is None
+            assert not links.leaving  # otherwise the group's operations would not say why it has ended
     assert len(peer_sees) == 1

@@ -64,9 +64,12 @@ int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max
         }
         switch (ucp_worker_arm(worker->worker)) {
         case UCS_OK:
-            /* A completion queue announces only what comes after arming, and UCX does not look for what came before. */
+            /* InfiniBand's completion queues do not announce what came before arming, and UCX does not look for it. */
             if (!worker->late_events || (tu_inbox_progress(worker) == 0 && worker->used == 0)) {
                 *armed = TU_ARMED;
+                return 0;
+            }
+            if (tu_now() >= end) {
                 return 0;
             }
             break;

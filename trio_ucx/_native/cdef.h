@@ -135,7 +135,7 @@ typedef struct tu_address {
     char ip[48];
     unsigned port;
     unsigned scope;
-    char device[16]; /* whose it is, if it was looked up */
+    char device[16]; /* the network device that has it; empty: not looked up */
 } tu_address_t;
 
 /* What the key gate knows of a peer. */

@@ -48,8 +48,8 @@
  *
  * What is taken for granted of UCX
  *
- * UCX's documentation promises none of this. Below each property: why it holds in UCX 1.22, for which transports if not
- * for all, and its tests. Those that take the fixture `transports` hold over RDMA, too.
+ * UCX's documentation promises none of this. Each item says why it holds in UCX 1.22, for which transports, and what
+ * tests it. Tests with the fixture `transports` can run over RDMA, too.
  *
  *   Tag messages
  *   - An endpoint's messages are found in the order in which they were posted, eager or not: one lane has them all
@@ -102,7 +102,7 @@
  *   - An endpoint's memory begins with five lanes' addresses, which epoll has, too (uct_tcp_ep_mod_events): sockets.c, TCP
  *     only; lanes beyond the fifth are not found. test_full_sockets.py
  *   - libucp and libuct call each other, and the C library, through import tables: imports.c. Replaced are TCP's connect and
- *     accept (test_key_gate.py), bind of shared memory (test_wake_sockets.py) and keepalive. RDMA passes by the gate
+ *     accept (test_key_gate.py), bind of shared memory (test_wake_sockets.py) and keepalive. RDMA bypasses the gate
  *   - What each transport takes of descriptors: descriptors.py; of RDMA's devices an estimate. test_descriptors.py
  */
 #ifndef TRIO_UCX_NATIVE_H

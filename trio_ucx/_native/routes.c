@@ -83,7 +83,7 @@ int tu_route_interface(const struct sockaddr *from, const struct sockaddr *to)
     return interface;
 }
 
-/* Returns true if packets to an address leave by an interface when they come from one of its addresses, as UCX's do. */
+/* Returns true if packets from one of an interface's addresses leave by it. UCX binds to such an address. */
 static bool leave_by(int interface, const struct sockaddr *to)
 {
     char name[IF_NAMESIZE];
@@ -112,7 +112,7 @@ static int route_exists(int interface, const struct sockaddr *to, int allow_defa
            (allow_default && leave_by(interface, to));
 }
 
-/* Returns true if UCX takes an interface for one that leads to an address. Before 1.20 it takes each for that. */
+/* Returns true if UCX would use an interface to reach an address. Before 1.20 it would use any. */
 bool tu_route_exists(int interface, const struct sockaddr *to)
 {
     if (ucs_netlink_is_best_route != NULL) {

@@ -61,7 +61,7 @@ static bool address_of(const struct ifaddrs *each, tu_address_t *out)
         return false;
     }
     out->family = each->ifa_addr->sa_family;
-    snprintf(out->device, sizeof(out->device), "%s", each->ifa_name);
+    snprintf(out->device, sizeof(out->device), "%.*s", (int)strcspn(each->ifa_name, ":"), each->ifa_name); /* eth0:1 */
     if (out->family == AF_INET6) {
         memcpy(&storage, each->ifa_addr, sizeof(struct sockaddr_in6));
         out->scope = ((const struct sockaddr_in6 *)&storage)->sin6_scope_id;
@@ -136,35 +136,38 @@ int tu_interface_with(const tu_address_t *address)
     return index;
 }
 
-/* Reads two addresses. Returns false if they are no IP addresses of one family. */
-static bool read_ends(struct sockaddr_storage ends[2], const tu_address_t *from, const tu_address_t *to)
+/* Returns the index of the network interface by which packets from one address to another leave; 0 if there is none, -1
+ * if the kernel does not say. `peer` gets the second address. */
+static int route_between(const tu_address_t *from, const tu_address_t *to, struct sockaddr_storage *peer)
 {
+    struct sockaddr_storage own;
     socklen_t length;
 
-    return from->family == to->family && tu_sockaddr_make(&ends[0], &length, from->family, from->ip, 0, from->scope) &&
-           tu_sockaddr_make(&ends[1], &length, to->family, to->ip, 0, to->scope);
+    if (from->family != to->family || !tu_sockaddr_make(&own, &length, from->family, from->ip, 0, from->scope) ||
+        !tu_sockaddr_make(peer, &length, to->family, to->ip, 0, to->scope)) {
+        return 0;
+    }
+    return tu_route_interface((const struct sockaddr *)&own, (const struct sockaddr *)peer);
 }
 
 /* Returns the index of the network interface by which packets from one address to another leave; 0 if there is none, or
  * if that is not known. */
 int tu_interface_between(const tu_address_t *from, const tu_address_t *to)
 {
-    struct sockaddr_storage ends[2];
-    int interface = read_ends(ends, from, to) ? tu_route_interface((const struct sockaddr *)&ends[0], (const struct sockaddr *)&ends[1]) : 0;
+    struct sockaddr_storage peer;
+    int interface = route_between(from, to, &peer);
 
     return interface > 0 ? interface : 0;
 }
 
-/* Returns true if there is a route from an address of ours to a peer, for which UCX takes the network interface with our
- * address; or if the kernel does not say. */
+/* Returns true if there is a route from an address of ours to a peer, and UCX would use the interface with our address
+ * for it. Also true if the kernel does not say. */
 bool tu_leads_to(const tu_address_t *own, const tu_address_t *to)
 {
-    struct sockaddr_storage ends[2];
-    int route = read_ends(ends, own, to) ? tu_route_interface((const struct sockaddr *)&ends[0],
-                                                              (const struct sockaddr *)&ends[1])
-                                         : 0;
+    struct sockaddr_storage peer;
+    int route = route_between(own, to, &peer);
 
-    return route < 0 || (route > 0 && tu_route_exists(tu_interface_with(own), (const struct sockaddr *)&ends[1]));
+    return route < 0 || (route > 0 && tu_route_exists(tu_interface_with(own), (const struct sockaddr *)&peer));
 }
 
 /* Finds the addresses of the network interface with this index; TU_ACTIVE: of all that are up and have a carrier.

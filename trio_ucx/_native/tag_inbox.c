@@ -3,8 +3,8 @@
  * Small messages are received at once, and packed: neighbours with the same tag and length are one record, and lie one
  * after the other in the worker's arena. A batch is taken apart into packed messages.
  *
- * UCX gives a small message at once if it came in one piece. Over UD it may come in several, because a piece is no longer
- * than a packet of the network; and a peer with a low threshold sends it by rendezvous. Then Python receives it. */
+ * UCX gives a small message at once if it came in one piece. Over UD it may come in several, of a packet each, and a peer
+ * with a low threshold sends it by rendezvous: such messages are left to Python. */
 #include <string.h>
 
 #include "little_endian.h"
@@ -145,7 +145,7 @@ void tu_inbox_collect(tu_worker_t *worker)
             leave(worker, message, &info);
             continue;
         }
-        if (status == UCS_ERR_NO_RESOURCE) { /* the peer breaks the protocol: what waits for it would get ahead of it */
+        if (status == UCS_ERR_NO_RESOURCE) { /* the peer breaks the protocol: later messages must not overtake it */
             tu_message_throw_away(worker, message);
         }
         if (status == UCS_OK && batch) {

@@ -1,4 +1,4 @@
-"""What an ``async with`` block has, so that a program may drop it: tasks that are not inside it, and a cancel scope.
+"""Background tasks, and a cancel scope, for ``async with`` blocks that another task may leave.
 
 A program drops a block with an async generator that it does not read to its end: Trio then leaves it in another task.
 """
@@ -66,8 +66,7 @@ class BackgroundNursery:
 class BlockScope:
     """A cancel scope around a block.
 
-    The task that has dropped the block stays in the scope. Trio would raise if another task left it, and would cancel
-    that task.
+    If another task leaves the block, the scope is not left: Trio would raise, and cancel the task that has entered it.
     """
 
     def __init__(self, name: str) -> None:

@@ -145,6 +145,8 @@ class Links:
         self.by_rank: dict[int, RankConnection] = {}
         #: Whether this rank leaves: it opens no connections, and refuses those that others open.
         self.leaving = False
+        #: Whether all links have ended.
+        self.ended = False
         #: The host at which this rank has reached rank 0.
         self.meeting_host = "127.0.0.1"
         #: See :class:`RankConnection`.
@@ -186,7 +188,7 @@ class Links:
                 raise error
             if link.connection is not None:
                 return link
-            if self.leaving:
+            if self.leaving or self.ended:
                 raise has_left()
             if not link.connecting:
                 link.connecting = True
@@ -235,8 +237,8 @@ class Links:
         return answer
 
     def end(self) -> None:
-        """Ends the links to all ranks. A task that is just opening a connection finds that nobody wants it."""
-        self.leaving = True
+        """Ends the links to all ranks. A connection that is still being opened is dropped when it is up."""
+        self.ended = True
         for link in self.by_rank.values():
             link.end()
         self.by_rank.clear()
@@ -296,7 +298,7 @@ class Links:
 
     def _judge(self, hello: RankHello) -> RankAnswer:
         members, link = self.members, self.by_rank.get(hello.rank)
-        if self.leaving:
+        if self.leaving or self.ended:
             return RankAnswer("it has left the group")
         is_other = hello.rank < members.size and hello.rank != members.rank
         if hello.to != members.rank or hello.group != members.name or not is_other:

@@ -370,8 +370,10 @@ class Stream(metaclass=OpenedNotConstructed):
     ) -> bool | None:
         assert self._used is not None and self._talk is not None
         used, self._used = self._used, None
-        used.leave(self._talk, over=self._ended)
-        absorbed = self._stack.__exit__(exc_type, exc, traceback)
+        try:
+            used.leave(self._talk, over=self._ended)
+        finally:
+            absorbed = self._stack.__exit__(exc_type, exc, traceback)
         if exc is None:
             await trio.lowlevel.checkpoint()
         else:
@@ -390,7 +392,7 @@ class Stream(metaclass=OpenedNotConstructed):
         run = used.connection._link.engine.run
         if not run.inherited:
             warn_resource(dropped("trio_ucx.rpc.Client.stream"), self)
-            run.call_soon(leave)
+            run.call_soon(leave, always=True)
 
     def __aiter__(self) -> Stream:
         return self

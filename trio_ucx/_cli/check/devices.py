@@ -20,7 +20,7 @@ _LOCKED = 64 << 20
 _MEMLOCK = "raise RLIMIT_MEMLOCK (ulimit -l unlimited, LimitMEMLOCK=infinity, docker run --ulimit memlock=-1)"
 _CABLE = "connect the cable; InfiniBand also needs a subnet manager in the network"
 _VERBS = "in a container: docker run --device=/dev/infiniband, a device plugin; elsewhere: modprobe ib_uverbs"
-_CHOICE = "UCX_TLS=all uses it. In its network everybody can take over this process: docs/operation/rdma.md"
+_CHOICE = "set UCX_TLS=all to use it; whoever is in its network can then take over this process"
 _WHEEL = ", and this UCX no InfiniBand transports"
 _SYSTEM_UCX = "install the UCX of the distribution, DOCA or MOFED, and set TRIO_UCX_SYSTEM_UCX=1"
 _RDMA_CORE = "install rdma-core (Debian: libibverbs1 and ibverbs-providers)"

@@ -25,7 +25,7 @@ class TagSink(Protocol):
         """A message arrived, and is UCX's until it is received."""
 
     def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
-        """``count`` small messages of one length arrived; 0: one that had to, but did not come in one piece."""
+        """``count`` small messages of one length arrived; 0: one that had to come in one piece did not."""
 
     def internal_error(self, error: BaseException) -> None:
         """Ends this connection, and no other, after an exception in our own code. Never raises."""

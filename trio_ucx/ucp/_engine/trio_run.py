@@ -101,11 +101,17 @@ class TrioRun(Birth):
         """Waits until the last close in the background has ended. There must be one."""
         await self._background_ended.park()
 
-    def call_soon(self, function: Callable[[], None]) -> None:
-        """Calls a function in the worker's thread and run, from anywhere (a destructor, say); not after the run."""
+    def call_soon(self, function: Callable[[], None], *, always: bool = False) -> None:
+        """Calls a function in the worker's thread and run, from anywhere (a destructor, say); not after the run.
+
+        Args:
+            always: also if the worker was closed, or broke. The function must not raise.
+        """
 
         def call() -> None:
-            if self._engine.usable:
+            if always:
+                function()
+            elif self._engine.usable:
                 self._engine.guard(function)
 
         if self.inherited:

@@ -92,7 +92,7 @@ def is_outdated(address: WorkerAddress, ends: Ends | None, config: Mapping[str, 
 
 
 def _towards_peer(hosts: Collection[str], ends: Ends) -> frozenset[str]:
-    """Of the IP addresses of a worker's TCP devices, those of the device that leads to the peer, if UCX has it.
+    """Returns which of a worker's TCP addresses belong to the device that leads to the peer.
 
     That is the device which has our end of the control socket. If UCX has none there, or only loopback, it is the one
     by which packets to the peer leave: our end may be a virtual address, at the loopback device or at a bridge.
@@ -188,7 +188,7 @@ def _leading(ours: str, peer: str) -> list[str]:
 
 
 def may_lead_to(address: WorkerAddress, host: str) -> bool:
-    """True if a TCP device of our worker leads to an IP address, and UCX thinks so; or if the kernel does not say."""
+    """True if a TCP device of our worker leads to a host, and UCX would use it; or if the kernel does not say."""
     return any(lib.tu_leads_to(_native_address(own), _native_address(host)) for own in address._tcp_hosts)
 
 

@@ -15,7 +15,7 @@ NET_DEVICES names one (``mlx5_0:1``)   as TLS says; UCX's default if that is not
 Where devices that could be used are left out, the log has a line, once in a process. Raw listeners do without UCX's
 ``rdmacm`` where RDMA is left out: otherwise they would listen at RDMA devices all the same.
 
-Releases: all, 1.13 to 1.22. Not needed any more when UCX asks RDMA peers for a proof of a key. Test:
+Releases: all, 1.13 to 1.22. Not needed any more when UCX authenticates RDMA peers. Test:
 ``tests/test_rdma_is_a_choice.py``.
 """
 
@@ -33,6 +33,7 @@ logger = logging.getLogger("trio_ucx")
 #: Beginnings of the names of UCX's RDMA transports (rc_verbs, ud_mlx5, dc_mlx5, srd, ...), and of ``ib`` for all.
 TRANSPORTS = ("ib", "rc", "ud", "dc", "srd", "gga")
 
+_DEVICES = Path("/sys/class/infiniband")
 #: The options that leave RDMA out, where there are no others.
 LEFT_OUT = {"TLS": "^ib", "SOCKADDR_TLS_PRIORITY": "tcp"}
 
@@ -45,7 +46,7 @@ def restrict(options: Mapping[str, str]) -> dict[str, str]:
     Args:
         options: the options in force, with the environment's.
     """
-    wanted = [each.strip() for each in options.get("TLS", "").split(",")]
+    wanted = [each.strip().lstrip("\\") for each in options.get("TLS", "").split(",")]  # "\rc_verbs" is that alone
     names_transports = wanted != [""] and not wanted[0].startswith("^")
     named = (
         any(each == "all" or each.startswith(TRANSPORTS) for each in wanted)
@@ -63,8 +64,9 @@ def restrict(options: Mapping[str, str]) -> dict[str, str]:
 
 
 def _names_device(devices: str) -> bool:
-    """True if the option NET_DEVICES names an RDMA device: it has a port, as in ``mlx5_0:1``."""
-    return not devices.startswith("^") and ":" in devices
+    """True if the option NET_DEVICES names an RDMA device, with its port (``mlx5_0:1``) or without."""
+    names = [] if devices.startswith("^") else devices.split(",")
+    return any(":" in name or (name.strip() and (_DEVICES / name.strip()).exists()) for name in names)
 
 
 def _warn() -> None:
@@ -72,15 +74,15 @@ def _warn() -> None:
     if not _warned and (devices := usable_devices()):
         _warned = True
         logger.warning(
-            "UCX does without RDMA (%s): whoever reaches these devices could take over this process. In a network "
-            "that you trust, UCX_TLS=all uses them, or UCX_NET_DEVICES=%s:1, say; UCX_TLS=^ib ends this warning",
+            "UCX does without RDMA (%s): whoever reaches these devices could take over this process. To use them in a "
+            "network that you trust, set UCX_TLS=all or UCX_NET_DEVICES=%s; UCX_TLS=^ib ends this warning",
             ", ".join(devices),
             devices[0],
         )
 
 
 def usable_devices(root: Path = Path("/")) -> list[str]:
-    """The RDMA devices with an active port that UCX could use.
+    """The active ports of RDMA devices that UCX could use, such as ``mlx5_0:1``.
 
     Args:
         root: where ``sys`` and ``dev`` are.
@@ -89,7 +91,7 @@ def usable_devices(root: Path = Path("/")) -> list[str]:
     if not has_module("ib") or not any(os.access(node, os.R_OK | os.W_OK) for node in nodes):
         return []
     active = (port for port in (root / "sys/class/infiniband").glob("*/ports/*/state") if _is_active(port))
-    return sorted({port.parts[-4] for port in active})
+    return sorted(f"{port.parts[-4]}:{port.parts[-2]}" for port in active)
 
 
 def _is_active(state: Path) -> bool:

@@ -219,13 +219,17 @@ def _is_emulated(core: EndpointCore) -> bool:
     return all(lane.decode().startswith(_SOFTWARE) for lane in core.lanes() or ())
 
 
-def not_mapped(nbytes: int) -> UCXError:
-    """The exception for memory that UCX could not map: it has gone, or this process can map nothing of that size."""
+def not_mapped(nbytes: int, instead: str) -> UCXError:
+    """The exception for memory that UCX could not map: it has gone, or this process can map nothing of that size.
+
+    Args:
+        instead: what the caller may do in the second case.
+    """
     try:
         with open(os.devnull), mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ):
             return closed("mapping remote memory")
     except OSError as error:
-        doing = f"mapping {nbytes} bytes of remote memory here failed ({error.strerror}): use get and put"
+        doing = f"mapping {nbytes} bytes of remote memory here failed ({error.strerror}): {instead}"
         return UCXError(Status.UNREACHABLE, doing)
 
 

@@ -566,7 +566,8 @@ class RemoteMemory(ClosedOnExit, metaclass=OpenedNotConstructed):
             except UCXError as error:
                 if error.status is not Status.SHMEM_SEGMENT:
                     raise
-                raise not_mapped(self.nbytes) from error
+                instead = "use get and put" if use == "load and store" else "raise RLIMIT_AS, or free descriptors"
+                raise not_mapped(self.nbytes, instead) from error
         return self._keys[use]
 
     # ---- checks ----
