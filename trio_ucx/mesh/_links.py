@@ -146,7 +146,7 @@ class Links:
         #: Whether this rank leaves: it opens no connections, and refuses those that others open.
         self.leaving = False
         #: Whether all links have ended.
-        self.ended = False
+        self.ended: bool = False
         #: The host at which this rank has reached rank 0.
         self.meeting_host = "127.0.0.1"
         #: See :class:`RankConnection`.
