@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
@@ -802,7 +803,10 @@ def test_a_run_ends_with_a_block_that_was_not_left(caplog: pytest.LogCaptureFixt
             kept.append(await kept[0].__aenter__())
             assert await kept[1].call("add", a=1) == 11
 
-    trio.run(program)
+    with warnings.catch_warnings():
+        # Trio ends its system tasks in any order. If the worker is closed first, the connection was not.
+        warnings.filterwarnings("ignore", "unclosed <trio_ucx.Connection", ResourceWarning)
+        trio.run(program)
     assert not [record for record in caplog.records if "asyncgen" in record.message or record.name.startswith("trio.")]
     with pytest.warns(ResourceWarning, match="dropped"):
         kept.clear()
