@@ -885,7 +885,8 @@ async def visitor_of_a_late_network(options: dict[str, Any]) -> None:
             await connection.send(b"x")
             with trio.fail_after(60):
                 await connection.receive()
-            say(transports_of(connection))
+            transports = transports_of(connection)
+        say(transports)  # now the other side may end
 
 
 @role
