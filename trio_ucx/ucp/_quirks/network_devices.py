@@ -177,14 +177,12 @@ def addresses_of_devices(address: WorkerAddress) -> list[str]:
 
 def _beside(ip: str) -> list[str]:
     """The addresses of the network device that has this address: UCX listens at one of them."""
-    interface = lib.tu_interface_with(_native_address(ip))
-    return [host for host, _ in _places(interface)] if interface > 0 else []
+    return _hosts(lib.tu_interface_with(_native_address(ip)))
 
 
 def _leading(ours: str, peer: str) -> list[str]:
     """The addresses of the network device by which packets from one address to another leave."""
-    interface = lib.tu_interface_between(_native_address(ours), _native_address(peer))
-    return [host for host, _ in _places(interface)] if interface > 0 else []
+    return _hosts(lib.tu_interface_between(_native_address(ours), _native_address(peer)))
 
 
 def may_lead_to(address: WorkerAddress, host: str) -> bool:
@@ -208,6 +206,11 @@ def _device_with(ip: str) -> str:
 
 def _native_address(ip: str) -> Any:
     return ffi.new("tu_address_t *", (int(family_of(ip)), ip.encode(), 0, 0))
+
+
+def _hosts(interface: int) -> list[str]:
+    """The addresses of the network device with this index; none if it is not the index of one."""
+    return [host for host, _ in _places(interface)] if interface > 0 else []
 
 
 def _places(interface: int) -> list[tuple[str, str]]:

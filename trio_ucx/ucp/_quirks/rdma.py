@@ -51,7 +51,7 @@ def restrict(options: Mapping[str, str]) -> dict[str, str]:
     named = (
         any(each == "all" or each.startswith(TRANSPORTS) for each in wanted)
         if names_transports
-        else (_names_device(options.get("NET_DEVICES", "all")))
+        else _names_device(options.get("NET_DEVICES", "all"))
     )
     if named:
         return {}
