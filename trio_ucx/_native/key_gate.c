@@ -756,8 +756,8 @@ static int gate_accept(int fd, struct sockaddr *address, socklen_t *length)
             }
             return accepted;
         }
+        log_stranger(listening->gate, &from); /* before it: whoever sees the end may ask for the count */
         turn_away(accepted);
-        log_stranger(listening->gate, &from);
     }
     errno = EAGAIN; /* the descriptor stays readable */
     return -1;
