@@ -136,7 +136,7 @@ def make_builder() -> FFI:
         ],
         depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / NATIVE).rglob("*.h"))],
         include_dirs=[str(NATIVE)],
-        libraries=["ucp", "ucs"],
+        libraries=["ucp", "ucs", "ucm"],
         extra_compile_args=[
             *("-std=gnu11", "-O2", "-Wall", "-Wextra"),
             *(*HARDENING, *for_development(), *compiler_arguments),

@@ -50,6 +50,10 @@ from trio_ucx.ucp import _context
 TRANSPORTS = ["tcp", "tcp,sm,self"]
 #: The transport that tests get where they ask for "tcp": "rc", say, to run them over RDMA.
 NETWORK = os.environ.get("TRIO_UCX_TEST_NETWORK", "tcp")
+#: An address of the device of that transport: UCX's connections by socket address do not leave it.
+ADDRESS = os.environ.get("TRIO_UCX_TEST_ADDRESS", "127.0.0.1")
+#: Whether it puts and gets by hardware: UD does not.
+HARDWARE = not NETWORK.startswith(("tcp", "ud"))
 HERE = Path(__file__).parent
 PEERS = HERE / "peers.py"
 #: Under which checker tools/sanitize.sh runs the tests; None: under none.
@@ -302,8 +306,8 @@ async def open_raw_endpoint(worker: ucp.Worker, address: Any, **options: Any) ->
 async def open_raw_listener(worker: ucp.Worker, *clients: ucp.Worker) -> ucp.RawListener:
     """A raw listener for clients of this machine, such as these workers."""
     for each in (worker, *clients):
-        each.admit("127.0.0.1")  # they have no keys
-    return await worker.open_listener("127.0.0.1", 0)
+        each.admit(ADDRESS)  # they have no keys
+    return await worker.open_listener(ADDRESS, 0)
 
 
 @asynccontextmanager

@@ -36,10 +36,10 @@ SOON = 5.0
 
 
 @asynccontextmanager
-async def open_two(transports: str) -> AsyncIterator[tuple[ucp.Worker, ucp.Worker]]:
-    """(ours, the memory's owner's)."""
+async def open_two(transports: str, features: ucp.Feature = REMOTE) -> AsyncIterator[tuple[ucp.Worker, ucp.Worker]]:
+    """(ours, with these features; the memory's owner's)."""
     config = {"TLS": transports}
-    async with ucp.open_worker(config=config, features=REMOTE) as worker:
+    async with ucp.open_worker(config=config, features=features) as worker:
         async with ucp.open_worker(config=config, features=REMOTE) as owner:
             yield worker, owner
 

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from helpers import live_handles, open_pair, open_peer, open_to_peer, until
+from helpers import HARDWARE, live_handles, open_pair, open_peer, open_to_peer, until
 from peers import REMOTE
 from remote import error_of, open_two
 
@@ -26,6 +26,8 @@ from trio_ucx.ucp.blocks import BlockProgress
 BLOCK, SIZE = 4096, 16 * 4096
 #: What the owner's memory contains before it closes it, what its next memory contains, and what peers put.
 OLD, NEXT, PUT = b"\x00", b"\x01", b"\x07"
+#: The features of those who use it: by messages where hardware would put and get (test_by_hardware).
+USER = REMOTE & ~ucp.Feature.RMA if HARDWARE else REMOTE
 PLACES = ["one worker", "one context", "two contexts", "threads", "processes"]
 #: The access paths: messages over TCP; mapped memory and, of registered memory, process_vm_readv and messages.
 GROUNDS = [
@@ -110,7 +112,7 @@ async def open_thread(transports: str, kind: str) -> AsyncIterator[Place]:
         nursery.start_soon(trio.to_thread.run_sync, own_in_thread, transports, kind, questions, answers)
         address, descriptor = await trio.to_thread.run_sync(answers.get)
         try:
-            async with ucp.open_worker(config={"TLS": transports}, features=REMOTE) as worker:
+            async with ucp.open_worker(config={"TLS": transports}, features=USER) as worker:
                 async with trio_ucx.connect(address, worker=worker) as connection:
                     yield Place(connection.endpoint, descriptor, partial(ask, "close"), partial(ask, "is it intact?"))
         finally:
@@ -121,7 +123,7 @@ async def open_thread(transports: str, kind: str) -> AsyncIterator[Place]:
 async def open_process(transports: str, kind: str) -> AsyncIterator[Place]:
     async with (
         open_peer("owner", SIZE, kind, transports=transports) as peer,
-        ucp.open_worker(config={"TLS": transports}, features=REMOTE) as worker,
+        ucp.open_worker(config={"TLS": transports}, features=USER) as worker,
     ):
 
         async def ask(question: str) -> bool:
@@ -140,7 +142,7 @@ async def open_place(place: str, transports: str, kind: str) -> AsyncIterator[Pl
         async with (open_thread if place == "threads" else open_process)(transports, kind) as opened:
             yield opened
         return
-    async with open_two(transports) as (worker, other):
+    async with open_two(transports, USER) as (worker, other):
         async with ucp.open_worker(context=worker.context) as sibling:
             server = {"one worker": worker, "one context": sibling, "two contexts": other}[place]
             async with open_pair(worker, server) as (connection, _):
@@ -257,6 +259,32 @@ async def test_every_access_is_refused(place: str, transports: str, kind: str) -
             assert there.statistics().closed_memories == 0
 
 
+@pytest.mark.skipif(not HARDWARE, reason="needs RDMA")
+@pytest.mark.parametrize("kind", ["allocated", "registered"])
+@pytest.mark.parametrize("put", [False, True])
+async def test_by_hardware(kind: str, put: bool) -> None:
+    """RDMA hardware ends the connection of who uses closed memory; nobody reads or writes any."""
+    async with open_two("tcp") as (worker, owner):
+        theirs = Owner(owner.context, kind)
+        async with open_pair(worker, owner) as (connection, _):
+            with await connection.attach(theirs.descriptor) as remote:
+                here = bytearray(PUT * BLOCK)
+                await remote.put(OLD * 8)
+                await remote.flush()
+                theirs.close()
+                with pytest.raises((trio_ucx.UCXError, trio.BrokenResourceError)):
+                    await (remote.put(here) if put else remote.get_into(here))
+                    await remote.flush()
+                with pytest.raises((trio_ucx.UCXError, trio.BrokenResourceError)):
+                    await remote.get(0, 8)
+                assert NEXT[0] not in here and theirs.intact
+                connection.abort()
+        async with open_pair(worker, owner) as (connection, _):
+            with await connection.attach(theirs.memory.descriptor) as remote:
+                assert await remote.get(0, 8) == NEXT * 8
+        theirs.memory.close()
+
+
 @pytest.mark.parametrize("features", [ucp.Feature.TAG | ucp.Feature.RMA, REMOTE])
 async def test_without_messages(features: ucp.Feature) -> None:
     """Mapped memory is refused where its owner takes no messages, too; such an owner's UCX refuses nobody else."""
@@ -280,7 +308,7 @@ async def test_a_late_attach_meets_a_shorter_file() -> None:
     """POSIX shared memory: the owner's descriptor is another file by then, and loads beyond its end are faults."""
     async with (
         open_peer("owner", 2**20, transports="tcp,posix,self") as peer,
-        ucp.open_worker(config={"TLS": "tcp,posix,self"}, features=REMOTE) as worker,
+        ucp.open_worker(config={"TLS": "tcp,posix,self"}, features=USER) as worker,
     ):
         said = await peer.hear()
         await peer.tell(["close", 4096])
@@ -327,7 +355,7 @@ def test_a_view_outlives_the_worker() -> None:
 @pytest.mark.parametrize(("transports", "kind"), GROUNDS)
 async def test_closed_in_the_middle_of_a_transfer(transports: str, kind: str, put: bool) -> None:
     """What has begun ends with its next step, and the blocks that are completed are right."""
-    async with open_two(transports) as (worker, owner), open_pair(worker, owner) as (connection, _):
+    async with open_two(transports, USER) as (worker, owner), open_pair(worker, owner) as (connection, _):
         for _ in range(20):  # until the owner was fast enough
             if await is_refused_midway(connection, owner, kind, put):
                 return
@@ -398,7 +426,7 @@ async def test_a_stopped_peer_delays_only_the_freeing() -> None:
     """A get by messages is on its way to a peer that was stopped; killing it lets go of the memory."""
     size = 64 * 2**20
     config = {"TLS": "tcp,self", "TCP_SNDBUF": "64k"}
-    async with ucp.open_worker(config=config, features=REMOTE) as worker:
+    async with ucp.open_worker(config=config, features=USER) as worker:
         memory = make_memory(worker.context, "registered", OLD, size)
         [listener] = await trio_ucx.open_ucx_listeners(0, host="127.0.0.1", worker=worker)
         async with listener, trio.open_nursery() as nursery:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from end_to_end import c_programs
 from helpers import echo, serving
 
 BEGIN = """
@@ -71,6 +72,45 @@ int ucp_worker_arm(void *worker)
 }
 """
 
+#: As UCX's registration cache: a registration is forgotten if UCX has heard that the memory is unmapped, and has looked
+#: (ucp_mem_map does), when its last use ends.
+REGISTRATION_CACHE = """
+#include <stdio.h>
+#include <ucp/api/ucp.h>
+
+static char *announced, *forgotten;
+
+void ucm_vm_munmap(void *address, size_t length)
+{
+    announced = length == 300000 ? address : NULL;
+}
+
+ucs_status_t ucp_mem_map(ucp_context_h context, const ucp_mem_map_params_t *params, ucp_mem_h *memory)
+{
+    forgotten = announced;
+    return REAL(ucp_mem_map)(context, params, memory);
+}
+
+ucs_status_t ucp_mem_unmap(ucp_context_h context, ucp_mem_h memory)
+{
+    ucp_mem_attr_t attributes = {.field_mask = UCP_MEM_ATTR_FIELD_ADDRESS | UCP_MEM_ATTR_FIELD_LENGTH};
+
+    REAL(ucp_mem_query)(memory, &attributes);
+    if (attributes.length >= 300000) {
+        puts(attributes.address == forgotten ? "forgotten" : "kept");
+        fflush(stdout);
+    }
+    return REAL(ucp_mem_unmap)(context, memory);
+}
+"""
+
+CLOSES_MEMORY = """
+from trio_ucx import ucp
+
+with ucp.open_context({"TLS": "tcp,self"}, features=ucp.DEFAULT_FEATURES | ucp.Feature.RMA) as context:
+    context.register(bytearray(300_000)).close()
+"""
+
 #: Sends to an echo at the port given, without polling. Prints how many wake-ups were lost.
 PROGRAM = """
 import sys, trio, trio_ucx
@@ -94,18 +134,26 @@ trio.run(main)
 """
 
 
-async def echo_through(fake: str, folder: Path) -> int:
-    """Runs the program with the fake; returns how many wake-ups were lost."""
+async def run_with(fake: str, folder: Path, *command: str) -> str:
+    """Runs a program with the fake; returns what it prints."""
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     (folder / "fake.c").write_text(BEGIN + fake)
-    await trio.run_process(["cc", "-shared", "-fPIC", "-o", "fake.so", "fake.c", "-ldl"], cwd=folder)
+    includes = [flag for flag in c_programs.flags() if flag.startswith("-I")]
+    compile_it = ["cc", "-shared", "-fPIC", *includes, "-o", "fake.so", "fake.c", "-ldl"]
+    await trio.run_process(compile_it, cwd=folder)
     preloaded = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(folder / "fake.so")]))
+    with trio.fail_after(150):
+        done = await trio.run_process(
+            [sys.executable, "-c", *command], env={**os.environ, "LD_PRELOAD": preloaded}, capture_stdout=True
+        )
+    return str(done.stdout, "ascii")
+
+
+async def echo_through(fake: str, folder: Path) -> int:
+    """Runs PROGRAM with the fake; returns how many wake-ups were lost."""
     async with serving(echo) as listener:
-        command = [sys.executable, "-c", PROGRAM, str(listener.address[1])]
-        with trio.fail_after(150):
-            done = await trio.run_process(command, env={**os.environ, "LD_PRELOAD": preloaded}, capture_stdout=True)
-    return int(done.stdout)
+        return int(await run_with(fake, folder, PROGRAM, str(listener.address[1])))
 
 
 async def test_odd_handles(tmp_path: Path) -> None:
@@ -114,3 +162,7 @@ async def test_odd_handles(tmp_path: Path) -> None:
 
 async def test_arming_that_loses_events(tmp_path: Path) -> None:
     assert await echo_through(LATE_EVENTS, tmp_path) == 0
+
+
+async def test_no_registration_outlives_its_memory(tmp_path: Path) -> None:
+    assert await run_with(REGISTRATION_CACHE, tmp_path, CLOSES_MEMORY) == "forgotten\n"

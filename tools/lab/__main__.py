@@ -10,8 +10,8 @@ What is missing is fetched once: packages by apt-get; Debian's kernels, from LAB
 an address or a file, of LAB_UCX_VERSION); for ARM64 packages and wheels. LAB_CACHE (~/.cache/trio_ucx_lab) keeps it.
 Where something is not to be had, the lab says what, and exits with 77.
 
-LAB_ACCELERATOR=kvm uses KVM. LAB_OUT=FOLDER keeps what guests wrote. LAB_MEMORY=3G is a guest's. LAB_ROUNDS and UCX_...
-are passed to the programs.
+LAB_ACCELERATOR=kvm uses KVM. LAB_OUT=FOLDER keeps what guests wrote. LAB_MEMORY=3G is a guest's. LAB_ROUNDS, LAB_PYTEST
+and UCX_... are passed to the programs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def run_case(name: str, case: Case, parts: list[str], ground: machines.Ground) -
     out = Path(keep, name) if keep else Path(tempfile.mkdtemp(prefix="trio_ucx_lab."))
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(prepare.HERE / "cases", out / "cases")
-    variables = {key: value for key, value in os.environ.items() if re.match("UCX_|LAB_ROUNDS", key)}
+    variables = {key: value for key, value in os.environ.items() if re.match("UCX_|LAB_ROUNDS|LAB_PYTEST", key)}
     variables |= {"PYTHONPATH": f"/mnt/cases:{ground.variables['PYTHONPATH']}"}
     variables |= {"UCX_TLS": case.tls} if case.tls else {}
     command = [ground.python, "-u", f"/mnt/cases/{case.program}", *parts]
