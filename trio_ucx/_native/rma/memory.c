@@ -37,18 +37,18 @@ int tu_memory_query(ucp_mem_h memory, uint64_t *address, size_t *length, int *me
     return status;
 }
 
-/* UCX alone would keep the registration in its cache, until it hears that the memory is unmapped. A peer's RDMA device
- * could still put and get then. So UCX is told that the memory is unmapped (ucm_vm_munmap; nothing else happens), and made
- * to look (ucs_rcache_create_region does, also for a page that is registered): ucp_mem_unmap ends the last use. */
+/* UCX alone would keep the registration in its cache until the memory is unmapped: a peer's RDMA device could still put
+ * and get, and the memory stays pinned. So UCX is told that it is unmapped (ucm_vm_munmap; nothing else happens), and made
+ * to look (ucs_rcache_create_region does, also for memory that is registered): ucp_mem_unmap then ends the last use. */
 int tu_memory_unmap(tu_context_t *context, ucp_mem_h memory)
 {
-    static char page[64] __attribute__((aligned(64)));
+    static char page[64];
     uint64_t address;
     size_t length;
     int memory_type;
     ucp_mem_h other;
 
-    if ((context->features & UCP_FEATURE_RMA) && tu_memory_query(memory, &address, &length, &memory_type) == UCS_OK) {
+    if (tu_memory_query(memory, &address, &length, &memory_type) == UCS_OK) {
         ucm_vm_munmap((void *)(uintptr_t)address, length);
         if (tu_memory_map(context, page, sizeof(page), UCS_MEMORY_TYPE_HOST, 0, &other) == UCS_OK) {
             (void)ucp_mem_unmap(context->context, other);
