@@ -299,7 +299,7 @@ async def open_pair(
 async def open_raw_endpoint(worker: ucp.Worker, address: Any, **options: Any) -> ucp.Endpoint:
     """An endpoint to a raw listener of this machine, or by worker address."""
     if not isinstance(address, ucp.WorkerAddress):
-        worker.admit("127.0.0.1")  # it has no key
+        worker.admit(ADDRESS)  # it has no key
     return await worker.open_endpoint(address, **options)
 
 

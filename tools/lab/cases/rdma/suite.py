@@ -30,6 +30,7 @@ def main() -> int:
     report, source = OUT / "report.xml", Path(os.environ["PYTHONPATH"].split(":")[1])
     files = {name: "tests/" + "/".join([*name.split("/")[:-1], f"test_{name.split('/')[-1]}"]) for name in names}
     network = {"TRIO_UCX_TEST_NETWORK": os.environ.pop("UCX_TLS"), "TRIO_UCX_TEST_ADDRESS": os.environ["ADDRESS"]}
+    network["TRIO_UCX_TEST_PROMPT"] = "2"
     command = [sys.executable, "-m", "pytest", "-n", "0", "-v", "--tb=short", "-p", "no:cacheprovider"]
     command += ["--timeout", "600", f"--junitxml={report}", *os.environ.get("LAB_PYTEST", "").split()]
     command += [f"{file}.py" for file in files.values()]
