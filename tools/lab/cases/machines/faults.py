@@ -8,7 +8,7 @@ import time
 from functools import partial
 
 import trio
-from common import Losses, ask_host, connected, echo, main, part, shell
+from common import Losses, ask_host, brief, connected, echo, first, main, part, shell
 
 import trio_ucx
 
@@ -16,6 +16,7 @@ BIG = random.Random(1).randbytes(1 << 20)
 #: Seconds after which a vanished peer must have been noticed, with this keepalive.
 NOTICED = 25
 KEEPALIVE = 5
+LOST = (trio_ucx.PeerLost, trio_ucx.UCXError)
 
 
 async def serve(c):
@@ -57,8 +58,8 @@ async def traffic(c, seconds):
     return f"longest waits {longest[0]:.1f} s, {longest[1]:.1f} s"
 
 
-async def survives(name, begin, end=None, during=8.0, after=4.0):
-    """The fault begins after two seconds of traffic; the connection must outlive it."""
+async def survives(name, begin, end=None, during=8.0, after=4.0, may_break=False):
+    """The fault begins after two seconds of traffic; the connection must outlive it, or may break on both sides."""
 
     async def client(c):
         notes = []
@@ -75,7 +76,16 @@ async def survives(name, begin, end=None, during=8.0, after=4.0):
                 await end()
         return notes[0]
 
-    return await connected(name, serve, client, keepalive_interval=KEEPALIVE)
+    async def may_lose(c):
+        try:
+            return await client(c)
+        except Exception as error:
+            if not isinstance(first(error), LOST):
+                raise
+            return f"lost: {brief(error)}"
+
+    ends = LOST if may_break else trio_ucx.PeerClosed
+    return await connected(name, serve, may_lose if may_break else client, ends=ends, keepalive_interval=KEEPALIVE)
 
 
 async def is_noticed(name, begin, seconds):
@@ -95,8 +105,7 @@ async def is_noticed(name, begin, seconds):
         await trio.sleep(max(0, seconds + 3 - (time.monotonic() - began)))
         return losses.check(("receive", "send", "get"), began, NOTICED)
 
-    ends = (trio_ucx.PeerLost, trio_ucx.UCXError)
-    return await connected(name, serve, client, ends=ends, keepalive_interval=KEEPALIVE, check=False)
+    return await connected(name, serve, client, ends=LOST, keepalive_interval=KEEPALIVE, check=False)
 
 
 def netem(options):
@@ -106,6 +115,11 @@ def netem(options):
 @part
 async def cable_out_for_2_seconds():
     return await survives("cable2", partial(ask_host, "cable 2"))
+
+
+@part
+async def cable_out_for_10_seconds():
+    return await survives("cable10", partial(ask_host, "cable 10"), after=20, may_break=True)
 
 
 @part
