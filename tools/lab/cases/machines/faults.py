@@ -8,7 +8,7 @@ import time
 from functools import partial
 
 import trio
-from common import Losses, ask_host, brief, connected, echo, first, main, part, shell
+from common import PARTS, Losses, ask_host, brief, connected, echo, first, main, shell
 
 import trio_ucx
 
@@ -112,64 +112,20 @@ def netem(options):
     return partial(shell, f"tc qdisc add dev eth0 root netem {options}"), partial(shell, "tc qdisc del dev eth0 root")
 
 
-@part
-async def cable_out_for_2_seconds():
-    return await survives("cable2", partial(ask_host, "cable 2"))
-
-
-@part
-async def cable_out_for_10_seconds():
-    return await survives("cable10", partial(ask_host, "cable 10"), after=20, may_break=True)
-
-
-@part
-async def cable_out_for_40_seconds():
-    return await is_noticed("cable40", partial(ask_host, "cable 40"), 40)
-
-
-@part
-async def stopped_for_4_seconds():
-    return await survives("stop4", partial(ask_host, "stop 0 4"))
-
-
-@part
-async def stopped_for_40_seconds():
-    return await is_noticed("stop40", partial(ask_host, "stop 0 40"), 40)
-
-
-@part
-async def loss_of_1_percent():
-    return await survives("loss1", *netem("loss 1%"))
-
-
-@part
-async def loss_of_10_percent():
-    return await survives("loss10", *netem("loss 10%"))
-
-
-@part
-async def delay_reordering_duplicates():
-    return await survives("delay", *netem("delay 100ms 30ms reorder 25% duplicate 5%"))
-
-
-@part
-async def corruption():
-    return await survives("corrupt", *netem("corrupt 3%"))
-
-
-@part
-async def nothing_gets_out_for_3_seconds():
-    return await survives("oneway", *netem("loss 100%"), during=3)
-
-
-@part
-async def low_rate():
-    return await survives("rate", *netem("rate 2mbit"), after=10)
-
-
-@part
-async def clock_steps():
-    return await survives("clock", partial(shell, "date -s '+1 hour'"), partial(shell, "date -s '-1 hour'"))
-
-
+LATER, SOONER = (partial(shell, f"date -s '{hours} hour'") for hours in ("+1", "-1"))
+for name, function, *arguments in (
+    ("cable_out_for_2_seconds", survives, partial(ask_host, "cable 2")),
+    ("cable_out_for_10_seconds", survives, partial(ask_host, "cable 10"), None, 8, 20, True),
+    ("cable_out_for_40_seconds", is_noticed, partial(ask_host, "cable 40"), 40),
+    ("stopped_for_4_seconds", survives, partial(ask_host, "stop 0 4")),
+    ("stopped_for_40_seconds", is_noticed, partial(ask_host, "stop 0 40"), 40),
+    ("loss_of_1_percent", survives, *netem("loss 1%")),
+    ("loss_of_10_percent", survives, *netem("loss 10%")),
+    ("delay_reordering_duplicates", survives, *netem("delay 100ms 30ms reorder 25% duplicate 5%")),
+    ("corruption", survives, *netem("corrupt 3%")),
+    ("nothing_gets_out_for_3_seconds", survives, *netem("loss 100%"), 3),
+    ("low_rate", survives, *netem("rate 2mbit"), 8, 10),
+    ("clock_steps", survives, LATER, SOONER),
+):
+    PARTS[name] = partial(function, name, *arguments)
 main(timeout=150)

@@ -8,7 +8,7 @@ import time
 from functools import partial
 
 import trio
-from common import KEY, PEER, RANK, Losses, get, main, part, put, shell
+from common import KEY, PARTS, PEER, RANK, Losses, get, main, put, shell
 
 import trio_ucx
 
@@ -36,10 +36,10 @@ async def lose(name: str, how: bytes, sends: bool, link: bool = False) -> str:
             put(f"begin.{name}")
             if link:
                 await shell("ip link set eth0 down; sleep 25; ip link set eth0 up")
-                said = f"its own process: {child.poll() or 'lives'}"
+            status = child.poll()
             child.kill()
-            text = child.stderr.read().decode() if link else ""
-            return f"{said}; {[line for line in text.splitlines() if 'atal' in line]}" if link else ""
+            ends = [line for line in child.stderr.read().decode().splitlines() if "Fatal" in line]
+            return f"its process ended: {status}; {ends}" if status else ""
     losses, waits = Losses(), ["receive", *(["send"] if sends else [])]
     address = f"{PEER}:{await get(f'port.{name}')}"
     async with trio_ucx.connect(address, authkey=KEY, connect_timeout=60, keepalive_interval=3) as c:
@@ -55,31 +55,14 @@ async def lose(name: str, how: bytes, sends: bool, link: bool = False) -> str:
     return losses.check(waits, began, NOTICED)
 
 
-@part
-async def idle():
-    return await lose("idle", b"idle", False)
-
-
-@part
-async def reading():
-    return await lose("reading", b"read", True)
-
-
-@part
-async def unread():
-    return await lose("unread", b"idle", True)
-
-
-@part
-async def idle_link():
-    return await lose("idle_link", b"idle", False, link=True)
-
-
-@part
-async def reading_link():
-    return await lose("reading_link", b"read", True, link=True)
-
-
+for name, *arguments in (
+    ("idle", b"idle", False),
+    ("reading", b"read", True),
+    ("unread", b"idle", True),
+    ("idle_link", b"idle", False, True),
+    ("reading_link", b"read", True, True),
+):
+    PARTS[name] = partial(lose, name, *arguments)
 if "--serve" in sys.argv:
     trio.run(serve, sys.argv[-1])
 else:
