@@ -158,7 +158,8 @@ def test_devices_over_which_ucx_would_crash() -> None:
     ud = some._changed(ucx=UD_AND_TCP)
     for ours, theirs, left in (rc, ud, {"tcp"}), (ud, rc, {"tcp"}), (rc, both, {"tcp", "rc_verbs", "ud_verbs"}):
         assert parse_worker_address(common_part(ours, theirs, theirs.ucx)).transports == left
-    for ours, theirs in (rc, rc), (both, rc), (ud, both), (ud, some):
+    unknown = ud._changed(ucx=UD_AND_TCP[:-1])
+    for ours, theirs in (rc, rc), (both, rc), (ud, both), (ud, some), (rc, unknown):
         assert common_part(ours, theirs, theirs.ucx) == theirs.ucx
 
 

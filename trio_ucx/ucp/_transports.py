@@ -100,10 +100,10 @@ def common_part(ours: WorkerAddress, theirs: WorkerAddress, blob: bytes) -> byte
     With TLS=rc, UD serves only to connect. A peer that has UD, but not RC, would send messages over it, and UCX crashes
     (``ucp_ep_set_lanes_failed``).
     """
-    differing = ours.only_connecting ^ theirs.only_connecting
-    if not differing:
+    differing, there = ours.only_connecting ^ theirs.only_connecting, _usable(theirs, blob)
+    if not differing or None in there:
         return blob
-    return without_devices(blob, differing, _usable(ours, ours.ucx) & _usable(theirs, blob)) or blob
+    return without_devices(blob, differing, _usable(ours, ours.ucx) & there) or blob
 
 
 def _names(transports: frozenset[str | None]) -> str:
