@@ -8,7 +8,7 @@ import struct
 import attrs
 import pytest
 import trio
-from samples import SAMPLES, sample
+from samples import SAMPLES, sample, some_worker
 
 import trio_ucx
 from trio_ucx import ucp
@@ -23,6 +23,7 @@ from trio_ucx.ucp._quirks.address_layout import (
     without_shared_memory,
 )
 from trio_ucx.ucp._quirks.key_gate import tcp_hosts
+from trio_ucx.ucp._transports import common_part
 
 #: The same with UCX_UNIFIED_MODE=y.
 UNIFIED = {
@@ -40,6 +41,17 @@ UNIFIED = {
     ),
     "1.22.0 self": "201a17fda806c9f572000063758000000000cfb4f51257a5b5b98680",
 }
+#: Of Soft-RoCE: TLS=rc,tcp and TLS=ud,tcp.
+RC_AND_TCP, UD_AND_TCP = (
+    bytes.fromhex(
+        f"20121cccaf323b6ec4000600020a4d0001cf1917b75138cc0f354bd7e037370113230082852d000e0102529f4f8b72036a91000000f0"
+        f"cf1917b75138539e3e4bd7e037370113230082af6101124a00000000000000000000ffff0a4d000103{transports}8680"
+    )
+    for transports in (
+        "278ab00fa13321285b4da97bae3600df22000031d15c7ce13321285b4d5c7daf360003270083370000",
+        "31d15c7ce13321285b4d5c7daf360003270083430000",
+    )
+)
 #: UCP_WORKER_ADDRESS_FLAG_NET_ONLY without a network: header, uid, no device.
 EMPTY = bytes.fromhex("206e93ee993993be97ff")
 
@@ -138,6 +150,17 @@ def test_with_tcp_at_some_hosts(version: int) -> None:
     assert with_tcp_at(blob, ["fd00::2"]) == pack(memory, six, version=version)
     assert with_tcp_at(blob, ["192.0.2.2", "fd00::2", "10.0.0.1"]) == blob
     assert with_tcp_at(blob, ["10.0.0.1"]) is None
+
+
+def test_devices_over_which_ucx_would_crash() -> None:
+    some, only = some_worker(), frozenset({"ud_verbs"})
+    rc, both = (some._changed(ucx=RC_AND_TCP, only_connecting=each) for each in (only, frozenset()))
+    ud = some._changed(ucx=UD_AND_TCP)
+    for ours, theirs, left in (rc, ud, {"tcp"}), (ud, rc, {"tcp"}), (rc, both, {"tcp", "rc_verbs", "ud_verbs"}):
+        assert parse_worker_address(common_part(ours, theirs, theirs.ucx)).transports == left
+    unknown = ud._changed(ucx=UD_AND_TCP[:-1])
+    for ours, theirs in (rc, rc), (both, rc), (ud, both), (ud, some), (rc, unknown):
+        assert common_part(ours, theirs, theirs.ucx) == theirs.ucx
 
 
 def test_without_shared_memory_refuses_what_the_parser_refuses() -> None:

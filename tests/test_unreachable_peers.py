@@ -102,6 +102,18 @@ async def test_address_without_a_common_transport() -> None:
             await ours.open_endpoint(theirs.address)
 
 
+@pytest.mark.parametrize("tls", [("tcp:aux,self", "tcp"), ("tcp", "tcp:aux,self")])
+async def test_transports_that_only_connect(tls: tuple[str, str]) -> None:
+    """As UD with ``TLS=rc``, against UD alone: UCX would end the process that has them."""
+    theirs, ours = (ucp.open_worker(config={"TLS": each}) for each in tls)
+    async with theirs as theirs, ours as ours, open_listener(theirs) as listener:
+        with pytest.raises(OSError, match="no transport in common: .* (uses tcp, .*none|uses none, .*tcp)") as caught:
+            await ours.open_endpoint(theirs.address)
+        assert caught.value.errno == errno.EHOSTUNREACH
+        with pytest.raises(OSError, match="refused the connection: .* no transport in common"):
+            await trio_ucx.connect(listener.address, worker=ours, shared_memory=False).__aenter__()
+
+
 @pytest.mark.parametrize(
     ("status", "number"), [(Status.ENDPOINT_TIMEOUT, errno.ETIMEDOUT), (Status.NO_MEMORY, errno.ENOMEM)]
 )

@@ -93,10 +93,13 @@
  *     test_ucx_properties.py: test_ud_does_not_put_by_hardware
  *   - After a flush, what was put is in the memory before a later message arrives: the peer's device has acknowledged it.
  *     test_notifications.py
- *   - UCX forgets its registration of a buffer when that is unmapped: libucm's hooks (ucs_rcache_create). RDMA only; no test
+ *   - UCX forgets its registration of a buffer when that was unmapped (libucm's hooks) and it next registers some
+ *     (ucs_rcache_check_inv_queue). RDMA only; no test but tools/lab/cases/rdma/pinned.py
  *
  *   Addresses, endpoints, libraries
  *   - The layout of worker addresses: _quirks/address_layout.py. test_address_layout.py
+ *   - Peers may use any transport of an address, also one that is there only to connect others: _transports.common_part.
+ *     Which ones are is read from ucp_context_print_info. test_unreachable_peers.py
  *   - Once an endpoint was flushed, or something has arrived over it, its lanes are final: access_paths.connect, mark_proven.
  *     test_remote_memory.py: test_map_before_the_connection_is_up
  *   - An endpoint's memory begins with five lanes' addresses, which epoll has, too (uct_tcp_ep_mod_events): sockets.c, TCP

@@ -18,7 +18,7 @@ from ._quirks import descriptors
 from ._quirks.address_layout import PADDING, read_uid, with_uid, without_shared_memory
 from ._quirks.network_devices import without_own
 from ._status import Status, os_error_from_status
-from ._transports import check_without_shared_memory, obstacle_to_shared_memory
+from ._transports import check_without_shared_memory, common_part, obstacle_to_shared_memory
 from ._worker_address import WorkerAddress
 
 
@@ -139,6 +139,7 @@ def _make_from(
     tried: Callable[[int], None] = lambda status: None,
 ) -> EndpointCore:
     """Makes an endpoint from an address as UCX writes it; ``tried`` gets UCX's status."""
+    blob = common_part(engine.identity.address, address, blob)
     native, how = ffi.from_buffer("char[]", blob + PADDING), options.native(None)
 
     def create(id: int, out: Any) -> int:

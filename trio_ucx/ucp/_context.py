@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from ._memory.buffers import Contiguous
 from ._memory.registered import Access, Memory, allocate, register
 from ._quirks import descriptors, forks, option_limits, rdma, sandboxes, shared_memory
 from ._quirks import log as ucx_log
+from ._quirks.address_layout import CONNECTING
 from ._quirks.default_options import DEFAULT_OPTIONS
 from ._quirks.forks import Birth
 from ._quirks.network_devices import Places, active_addresses
@@ -233,6 +235,11 @@ class Context(metaclass=OpenedNotConstructed):
     def _transports(self) -> str:
         """The transports that it may use (TLS)."""
         return _transports(self.config)
+
+    @property
+    def _only_connecting(self) -> frozenset[str]:
+        """The transports that serve only to connect others, as UD does with ``TLS=rc``, or TCP with ``tcp:aux``."""
+        return frozenset(re.findall(r"flags a. (\w+)/", self.info_text())) & {*CONNECTING}
 
     @enable_ki_protection
     def register(self, buffer: Contiguous, *, access: Access = Access.ALL) -> Memory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from .._util.socket_addresses import is_loopback
-from ._quirks.address_layout import agree_on_namespaces
+from ._quirks.address_layout import agree_on_namespaces, parse_worker_address, without_devices
 from ._quirks.option_limits import differences
 from ._quirks.sandboxes import no_network_devices
 from ._worker_address import WorkerAddress
@@ -75,8 +75,39 @@ def check_without_shared_memory(ours: WorkerAddress, theirs: WorkerAddress, obst
             f"shared memory cannot be used ({obstacle}), and UCX of process {lacking.process.pid} has no other "
             f"transport: {advice}"
         )
+    here, there = _usable(ours, ours.network), _usable(theirs, theirs.network)
+    if not (here & there or None in here | there):
+        raise ValueError(
+            f"the two sides have no transport in common: UCX of process {ours.process.pid} uses {_names(here)}, and of "
+            f"process {theirs.process.pid} {_names(there)}. Give both the same option TLS (UCX_TLS)"
+        )
     if ours.tcp_addresses and theirs.tcp_addresses and (difference := differences(ours.sizes, theirs.sizes, "tcp")):
         raise ValueError(f"{difference}: one side would overrun the memory of the other. Give both the same value")
+
+
+@lru_cache(maxsize=16)
+def _usable(side: WorkerAddress, blob: bytes) -> frozenset[str | None]:
+    """The transports of a worker that do not only connect others; None stands for those that are not known."""
+    try:
+        return frozenset(parse_worker_address(blob).transports - side.only_connecting)
+    except ValueError:
+        return frozenset({None})
+
+
+def common_part(ours: WorkerAddress, theirs: WorkerAddress, blob: bytes) -> bytes:
+    """Returns UCX's address of a peer without the devices over which UCX could not connect the two sides.
+
+    With TLS=rc, UD serves only to connect. A peer that has UD, but not RC, would send messages over it, and UCX crashes
+    (``ucp_ep_set_lanes_failed``).
+    """
+    differing, there = ours.only_connecting ^ theirs.only_connecting, _usable(theirs, blob)
+    if not differing or None in there:
+        return blob
+    return without_devices(blob, differing, _usable(ours, ours.ucx) & there) or blob
+
+
+def _names(transports: frozenset[str | None]) -> str:
+    return ", ".join(sorted(filter(None, transports))) or "none"
 
 
 def _releases(ours: WorkerAddress, theirs: WorkerAddress) -> str:

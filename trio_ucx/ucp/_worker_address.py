@@ -17,7 +17,7 @@ from .._util.fields import Field, Layout
 from .._util.process import MAX_PID, NOBODY, Host, Process
 from ._features import Feature
 from ._keys import KEY_SIZE
-from ._quirks.address_layout import SHARED_MEMORY, check_version, read_uid
+from ._quirks.address_layout import CONNECTING, SHARED_MEMORY, check_version, read_uid
 from ._quirks.option_limits import AGREED, Sizes
 
 #: The shortest of UCX's addresses, which has a header and the uid, and the longest.
@@ -44,6 +44,7 @@ LAYOUT = Layout(
     Field("UCX's minor version", "B"),
     Field("error handling", "B", 0, 1),
     Field("the kinds of shared memory", "B", 0, 2 ** len(SHARED_MEMORY) - 1),
+    Field("the transports that only connect", "B", 0, 2 ** len(CONNECTING) - 1),
     Field("the features", "I"),
     *(Field(f"UCX's option {option}", "I") for option in AGREED),
     Field("the length of UCX's address", "I", MIN_ADDRESS, MAX_ADDRESS),
@@ -94,6 +95,8 @@ class WorkerAddress:
     network: bytes = b""
     #: The kinds of shared memory in UCX's address.
     shared_memory_kinds: frozenset[str] = frozenset()
+    #: The transports in UCX's address that serve only to connect others, as UD does with ``TLS=rc``.
+    only_connecting: frozenset[str] = frozenset()
     #: The sizes of its segments and queues, which must be the same here.
     sizes: Sizes = ()
     #: Where its TCP transport listens.
@@ -209,7 +212,8 @@ def _encode(address: WorkerAddress) -> bytes:
             address.wake_folder,
             *address.release,
             address.shared_memory,
-            sum(1 << bit for bit, kind in enumerate(SHARED_MEMORY) if kind in address.shared_memory_kinds),
+            _bits(SHARED_MEMORY, address.shared_memory_kinds),
+            _bits(CONNECTING, address.only_connecting),
             address.features,
             *(address.sizes or [0] * len(AGREED)),
             len(address.ucx),
@@ -253,7 +257,7 @@ def _decode(data: bytes) -> dict[str, Any]:
         )
     *values, ucx_length, network_length, tcp_count, keys_length = LAYOUT.unpack(body)
     numbers, sizes = values[: -len(AGREED)], tuple(values[-len(AGREED) :])
-    host, (uid, wake_folder, major, minor, shared_memory, kinds, features) = numbers[:-7], numbers[-7:]
+    host, (uid, wake_folder, major, minor, shared_memory, kinds, connecting, features) = numbers[:-8], numbers[-8:]
     *process, user, ipc_namespace, network_namespace = host
     network_at = LAYOUT.size + ucx_length
     tcp_at = network_at + network_length
@@ -268,7 +272,8 @@ def _decode(data: bytes) -> dict[str, Any]:
         "wake_folder": wake_folder,
         "release": (major, minor),
         "shared_memory": bool(shared_memory),
-        "shared_memory_kinds": frozenset(kind for bit, kind in enumerate(SHARED_MEMORY) if kinds & 1 << bit),
+        "shared_memory_kinds": _named(SHARED_MEMORY, kinds),
+        "only_connecting": _named(CONNECTING, connecting),
         "features": Feature(features),
         "sizes": sizes if (major, minor) != (0, 0) else (),
         "tcp_addresses": tuple(
@@ -276,6 +281,14 @@ def _decode(data: bytes) -> dict[str, Any]:
         ),
         "keys": body[keys_at:],
     }
+
+
+def _bits(names: tuple[str, ...], chosen: frozenset[str]) -> int:
+    return sum(1 << bit for bit, name in enumerate(names) if name in chosen)
+
+
+def _named(names: tuple[str, ...], bits: int) -> frozenset[str]:
+    return frozenset(name for bit, name in enumerate(names) if bits & 1 << bit)
 
 
 def _encode_tcp_address(ip: str, port: int) -> bytes:

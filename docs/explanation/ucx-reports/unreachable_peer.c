@@ -20,8 +20,8 @@
  * Suggested change. src/ucp/wireup/wireup.c: delete an endpoint without configuration where the selection of its lanes
  * fails (ucp_ep_delete, as ucp_wireup_send_ep_removed does).
  *
- * What trio_ucx does. Nothing: UCX answers these requests inside its own progress. authkey= keeps a worker's address
- * from strangers, and the key gate keeps strangers from the worker's ports.
+ * What trio_ucx does. Its worker addresses say what shared memory and which transports a worker can use, and peers leave
+ * out the rest. Of others, authkey= keeps a worker's address from strangers, and the key gate its ports.
  */
 #include "common.h"
 

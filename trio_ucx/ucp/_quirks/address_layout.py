@@ -51,6 +51,8 @@ PADDING = bytes(4096)
 
 #: The transports that are shared memory, by UCX's names. A worker receives over each of them from one queue.
 SHARED_MEMORY = ("sysv", "posix", "xpmem")
+#: The transports that may serve only to connect others. An address does not say so; ``ucp_context_print_info`` does.
+CONNECTING = ("ud_verbs", "ud_mlx5", "tcp")
 #: Transports that do not leave the host.
 _WITHIN_HOST = frozenset({*SHARED_MEMORY, "self", "cma", "knem"})
 
@@ -198,6 +200,22 @@ def with_tcp_at(blob: bytes, hosts: Collection[str]) -> bytes | None:
     if not any(host in hosts for host, _ in parse_worker_address(blob).tcp_addresses):
         return None
     return _with(blob, lambda device: all(host in hosts for host, _ in device.tcp_addresses))
+
+
+def without_devices(blob: bytes, having: Collection[str], but_not: Collection[str | None]) -> bytes | None:
+    """Returns a worker address without the devices that have transports of one list, but not of the other.
+
+    None if it has no other devices.
+
+    Raises:
+        ValueError: as :func:`parse_worker_address`.
+    """
+
+    def keep(device: Device) -> bool:
+        names = {name for name, _ in device.transports}
+        return names.isdisjoint(having) or not names.isdisjoint(but_not)
+
+    return _with(blob, keep)
 
 
 def _with(blob: bytes, keep: Callable[[Device], bool]) -> bytes | None:

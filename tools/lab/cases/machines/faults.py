@@ -8,7 +8,7 @@ import time
 from functools import partial
 
 import trio
-from common import Losses, ask_host, connected, echo, main, part, shell
+from common import PARTS, Losses, ask_host, brief, connected, echo, first, main, shell
 
 import trio_ucx
 
@@ -16,6 +16,7 @@ BIG = random.Random(1).randbytes(1 << 20)
 #: Seconds after which a vanished peer must have been noticed, with this keepalive.
 NOTICED = 25
 KEEPALIVE = 5
+LOST = (trio_ucx.PeerLost, trio_ucx.UCXError)
 
 
 async def serve(c):
@@ -57,8 +58,8 @@ async def traffic(c, seconds):
     return f"longest waits {longest[0]:.1f} s, {longest[1]:.1f} s"
 
 
-async def survives(name, begin, end=None, during=8.0, after=4.0):
-    """The fault begins after two seconds of traffic; the connection must outlive it."""
+async def survives(name, begin, end=None, during=8.0, after=4.0, may_break=False):
+    """The fault begins after two seconds of traffic; the connection must outlive it, or may break on both sides."""
 
     async def client(c):
         notes = []
@@ -75,7 +76,16 @@ async def survives(name, begin, end=None, during=8.0, after=4.0):
                 await end()
         return notes[0]
 
-    return await connected(name, serve, client, keepalive_interval=KEEPALIVE)
+    async def may_lose(c):
+        try:
+            return await client(c)
+        except Exception as error:
+            if not isinstance(first(error), LOST):
+                raise
+            return f"lost: {brief(error)}"
+
+    ends = LOST if may_break else trio_ucx.PeerClosed
+    return await connected(name, serve, may_lose if may_break else client, ends=ends, keepalive_interval=KEEPALIVE)
 
 
 async def is_noticed(name, begin, seconds):
@@ -95,67 +105,27 @@ async def is_noticed(name, begin, seconds):
         await trio.sleep(max(0, seconds + 3 - (time.monotonic() - began)))
         return losses.check(("receive", "send", "get"), began, NOTICED)
 
-    ends = (trio_ucx.PeerLost, trio_ucx.UCXError)
-    return await connected(name, serve, client, ends=ends, keepalive_interval=KEEPALIVE, check=False)
+    return await connected(name, serve, client, ends=LOST, keepalive_interval=KEEPALIVE, check=False)
 
 
 def netem(options):
     return partial(shell, f"tc qdisc add dev eth0 root netem {options}"), partial(shell, "tc qdisc del dev eth0 root")
 
 
-@part
-async def cable_out_for_2_seconds():
-    return await survives("cable2", partial(ask_host, "cable 2"))
-
-
-@part
-async def cable_out_for_40_seconds():
-    return await is_noticed("cable40", partial(ask_host, "cable 40"), 40)
-
-
-@part
-async def stopped_for_4_seconds():
-    return await survives("stop4", partial(ask_host, "stop 0 4"))
-
-
-@part
-async def stopped_for_40_seconds():
-    return await is_noticed("stop40", partial(ask_host, "stop 0 40"), 40)
-
-
-@part
-async def loss_of_1_percent():
-    return await survives("loss1", *netem("loss 1%"))
-
-
-@part
-async def loss_of_10_percent():
-    return await survives("loss10", *netem("loss 10%"))
-
-
-@part
-async def delay_reordering_duplicates():
-    return await survives("delay", *netem("delay 100ms 30ms reorder 25% duplicate 5%"))
-
-
-@part
-async def corruption():
-    return await survives("corrupt", *netem("corrupt 3%"))
-
-
-@part
-async def nothing_gets_out_for_3_seconds():
-    return await survives("oneway", *netem("loss 100%"), during=3)
-
-
-@part
-async def low_rate():
-    return await survives("rate", *netem("rate 2mbit"), after=10)
-
-
-@part
-async def clock_steps():
-    return await survives("clock", partial(shell, "date -s '+1 hour'"), partial(shell, "date -s '-1 hour'"))
-
-
+LATER, SOONER = (partial(shell, f"date -s '{hours} hour'") for hours in ("+1", "-1"))
+for name, function, *arguments in (
+    ("cable_out_for_2_seconds", survives, partial(ask_host, "cable 2")),
+    ("cable_out_for_10_seconds", survives, partial(ask_host, "cable 10"), None, 8, 20, True),
+    ("cable_out_for_40_seconds", is_noticed, partial(ask_host, "cable 40"), 40),
+    ("stopped_for_4_seconds", survives, partial(ask_host, "stop 0 4")),
+    ("stopped_for_40_seconds", is_noticed, partial(ask_host, "stop 0 40"), 40),
+    ("loss_of_1_percent", survives, *netem("loss 1%")),
+    ("loss_of_10_percent", survives, *netem("loss 10%")),
+    ("delay_reordering_duplicates", survives, *netem("delay 100ms 30ms reorder 25% duplicate 5%")),
+    ("corruption", survives, *netem("corrupt 3%")),
+    ("nothing_gets_out_for_3_seconds", survives, *netem("loss 100%"), 3),
+    ("low_rate", survives, *netem("rate 2mbit"), 8, 10),
+    ("clock_steps", survives, LATER, SOONER),
+):
+    PARTS[name] = partial(function, name, *arguments)
 main(timeout=150)
