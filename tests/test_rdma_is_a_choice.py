@@ -15,6 +15,16 @@ LEFT_OUT = rdma.LEFT_OUT
 NO_RDMACM = {"SOCKADDR_TLS_PRIORITY": "tcp"}
 
 
+@pytest.fixture(autouse=True)
+def new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rdma, "WORKS", True)
+
+
+@pytest.fixture
+def too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rdma, "WORKS", False)
+
+
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The root of a machine with one device that UCX could use, and one without a link."""
@@ -75,6 +85,61 @@ def test_nobody_loses_it_in_silence(
 
 
 @pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({}, LEFT_OUT),
+        ({"TLS": "^posix"}, {**LEFT_OUT, "TLS": "^posix,ib"}),
+        ({"TLS": "all"}, LEFT_OUT),
+        ({"TLS": "tcp, rc_verbs,\\ud_verbs,\\self"}, {**LEFT_OUT, "TLS": "tcp,\\self"}),
+        ({"TLS": "rc,sm,self"}, {**LEFT_OUT, "TLS": "sm,self"}),
+        ({"NET_DEVICES": "eth0,mlx5_0:1"}, {**LEFT_OUT, "NET_DEVICES": "eth0"}),
+        ({"NET_DEVICES": "eth0,mlx5_0:1", "TLS": "rc,tcp"}, {**LEFT_OUT, "TLS": "tcp", "NET_DEVICES": "eth0"}),
+        ({"NET_DEVICES": "eth0,mlx5_0:1", "TLS": "^cma"}, {**LEFT_OUT, "TLS": "^cma,ib", "NET_DEVICES": "eth0"}),
+    ],
+    ids=str,
+)
+def test_an_old_ucx_does_without_it(
+    options: Mapping[str, str],
+    changes: Mapping[str, str],
+    too_old: None,
+    machine: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(2):
+        assert rdma.restrict(options) == changes
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.startswith(
+        "UCX does without RDMA (mlx5_0:1): trio_ucx uses it with UCX 1.19 or newer, and this"
+    )
+
+
+@pytest.mark.parametrize("options", [{"TLS": "tcp"}, {"TLS": "tcp,self", "NET_DEVICES": "eth0"}], ids=str)
+def test_an_old_ucx_without_rdma(
+    options: Mapping[str, str], too_old: None, machine: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert rdma.restrict(options) == NO_RDMACM
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"TLS": "rc"}, "TLS=rc"),
+        ({"TLS": "ud,rc_verbs"}, "TLS=ud,rc_verbs"),
+        ({"NET_DEVICES": "mlx5_0:1", "TLS": "all"}, "NET_DEVICES=mlx5_0:1"),
+    ],
+    ids=str,
+)
+def test_an_old_ucx_has_nothing_else(config: Mapping[str, str], text: str, too_old: None) -> None:
+    with pytest.raises(
+        ValueError, match=f"^UCX's option {text} names only RDMA: trio_ucx uses it with UCX 1.19 or newer"
+    ):
+        with ucp.open_context(config):
+            pass
+
+
+@pytest.mark.parametrize(
     "options", [{"TLS": "^ib"}, {"TLS": "tcp"}, {"TLS": "all"}, {"NET_DEVICES": "mlx5_0:1"}], ids=str
 )
 def test_a_choice_is_not_warned_of(options: Mapping[str, str], machine: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -89,7 +154,7 @@ def test_a_choice_is_not_warned_of(options: Mapping[str, str], machine: Path, ca
 def test_devices_without_a_port(
     devices: str, changes: Mapping[str, str], machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rdma, "_DEVICES", machine / "sys/class/infiniband")
+    monkeypatch.setattr(rdma, "DEVICES", machine / "sys/class/infiniband")
     assert rdma.restrict({"NET_DEVICES": devices}) == changes
 
 

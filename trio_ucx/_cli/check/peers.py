@@ -213,6 +213,8 @@ def plan(host: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Itera
         yield Plan("shared memory", {"TLS": "sm,self"}, {"TLS": "sm,self"})
     elif one_machine:
         advice = "run both as one user, in the same IPC, PID and network namespaces, with one release of UCX"
+        if not (here.shared_memory_kinds and there.shared_memory_kinds):
+            advice = "raise or free what `check` names there, or allow it on both sides (UCX_TLS)"
         yield Finding(f"shared memory with {host}", "warning", f"both are on one machine, but {obstacle}", advice)
     one_network = one_machine and here.network_namespace == there.network_namespace
     for ip, device in theirs["devices"].items():
