@@ -515,6 +515,9 @@ async def test_what_the_sides_compare(worker: ucp.Worker, monkeypatch: pytest.Mo
     assert isinstance(same, Finding) and same.state == "ok"
     *_, last = peers.plan("host", ours, {**ours, "rdma": True})
     assert isinstance(last, peers.Plan) and last.name == "all transports" and "rc" in last.expected
+    alone = bytes(worker.address._changed(network=b"")).hex()
+    *_, last = peers.plan("host", ours, {**ours, "address": alone})
+    assert isinstance(last, Finding) and last.state == "problem" and last.found.startswith("not tried: ")
     releases, addresses, *_ = peers.plan("host", ours, {**ours, "trio_ucx": "2", "peer": "10.9.9.9"})
     assert isinstance(releases, Finding) and isinstance(addresses, Finding)
     assert releases.state == addresses.state == "problem" and "(NAT)" in addresses.found
