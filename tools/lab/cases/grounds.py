@@ -31,6 +31,7 @@ GROUNDS: dict[str, dict[str, Case]] = {
         "features-default": Case("features.py"),
         "features-two": Case("features.py", "rc", guests=2, seconds=900),
         "loss": Case("rdma/loss.py", "rc", ranks=1),
+        "commands": Case("rdma/commands.py", ranks=1, seconds=1200),
         "many": Case("rdma/many.py", "rc", ranks=1),
         "wakeups-rc": Case("rdma/wakeups.py", "rc", seconds=1500, quick=True),
         "wakeups-ud": Case("rdma/wakeups.py", "ud", seconds=1500, quick=True),
@@ -50,3 +51,4 @@ GROUNDS: dict[str, dict[str, Case]] = {
         "examples": Case("arm/examples.py", ranks=1, seconds=900),
     },
 }
+GROUNDS["here"] = {name: case for name, case in GROUNDS["rdma"].items() if case.guests == 1}
