@@ -13,6 +13,8 @@ from trio_ucx.ucp._quirks import rdma
 
 LEFT_OUT = rdma.LEFT_OUT
 NO_RDMACM = {"SOCKADDR_TLS_PRIORITY": "tcp"}
+#: An old UCX keeps UD to connect others, unless that is excluded as well.
+OLD = {**LEFT_OUT, "TLS": "^ib,ud:aux"}
 
 
 @pytest.fixture(autouse=True)
@@ -87,14 +89,14 @@ def test_nobody_loses_it_in_silence(
 @pytest.mark.parametrize(
     ("options", "changes"),
     [
-        ({}, LEFT_OUT),
-        ({"TLS": "^posix"}, {**LEFT_OUT, "TLS": "^posix,ib"}),
-        ({"TLS": "all"}, LEFT_OUT),
+        ({}, OLD),
+        ({"TLS": "^posix"}, {**LEFT_OUT, "TLS": "^posix,ib,ud:aux"}),
+        ({"TLS": "all"}, OLD),
         ({"TLS": "tcp, rc_verbs,\\ud_verbs,\\self"}, {**LEFT_OUT, "TLS": "tcp,\\self"}),
         ({"TLS": "rc,sm,self"}, {**LEFT_OUT, "TLS": "sm,self"}),
-        ({"NET_DEVICES": "eth0,mlx5_0:1"}, {**LEFT_OUT, "NET_DEVICES": "eth0"}),
+        ({"NET_DEVICES": "eth0,mlx5_0:1"}, {**OLD, "NET_DEVICES": "eth0"}),
         ({"NET_DEVICES": "eth0,mlx5_0:1", "TLS": "rc,tcp"}, {**LEFT_OUT, "TLS": "tcp", "NET_DEVICES": "eth0"}),
-        ({"NET_DEVICES": "eth0,mlx5_0:1", "TLS": "^cma"}, {**LEFT_OUT, "TLS": "^cma,ib", "NET_DEVICES": "eth0"}),
+        ({"NET_DEVICES": "eth0,mlx5_0:1", "TLS": "^cma"}, {**LEFT_OUT, "TLS": "^cma,ib,ud:aux", "NET_DEVICES": "eth0"}),
     ],
     ids=str,
 )
@@ -114,12 +116,22 @@ def test_an_old_ucx_does_without_it(
     )
 
 
-@pytest.mark.parametrize("options", [{"TLS": "tcp"}, {"TLS": "tcp,self", "NET_DEVICES": "eth0"}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [({"TLS": "tcp"}, NO_RDMACM), ({"TLS": "tcp,self", "NET_DEVICES": "eth0"}, NO_RDMACM), ({"TLS": "^ib"}, OLD)],
+    ids=str,
+)
 def test_an_old_ucx_without_rdma(
-    options: Mapping[str, str], too_old: None, machine: Path, caplog: pytest.LogCaptureFixture
+    options: Mapping[str, str],
+    changes: Mapping[str, str],
+    too_old: None,
+    machine: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert rdma.restrict(options) == NO_RDMACM
+    assert rdma.restrict(options) == changes
     assert caplog.records == []
+    (machine / "dev/infiniband/uverbs0").unlink()  # where there is none, UCX would warn of what does not exist
+    assert rdma.restrict({}) == LEFT_OUT
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ Where devices that could be used are left out, the log has a line, once in a pro
 ``rdmacm`` where RDMA is left out: otherwise they would listen at RDMA devices all the same.
 
 Before UCX 1.19, RDMA is left out even if it is named; if nothing else is named, that is an error. Over Soft-RoCE, 1.17
-did not connect, 1.13 ended the process, and 1.18 was not tried.
+did not connect, 1.13 ended the process, and 1.18 was not tried. Some of these releases, 1.17 among them, keep UD to
+connect others although ``ib`` is excluded, so ``ud:aux`` is, too.
 
 Releases: all, 1.13 to 1.22. Not needed any more when UCX authenticates RDMA peers. Test:
 ``tests/test_rdma_is_a_choice.py``.
@@ -66,10 +67,13 @@ def restrict(options: Mapping[str, str]) -> dict[str, str]:
     changes = {name: value for name, value in LEFT_OUT.items() if name not in options and name != "TLS"}
     if named:
         changes |= _others("TLS", wanted, _is_transport) | _others("NET_DEVICES", devices, _is_device)
-    excluded = [each.lstrip("^") for each in wanted if each] if not names_transports else []
-    if (not names_transports or "all" in wanted) and "ib" not in excluded:
-        changes["TLS"] = f"^{','.join([*excluded, 'ib'])}"
-    if named or changes.get("TLS"):
+    if not names_transports or "all" in wanted:
+        excluded = [] if names_transports else [each.lstrip("^") for each in wanted if each]
+        named = named or "ib" not in excluded
+        every = [*excluded, "ib"] if WORKS or not usable_devices() else [*excluded, "ib", "ud:aux"]
+        if {*every} - {*excluded}:
+            changes["TLS"] = f"^{','.join(dict.fromkeys(every))}"
+    if named:
         _warn()
     return changes
 
