@@ -13,18 +13,20 @@ from trio_ucx.ucp._quirks import rdma
 
 LEFT_OUT = rdma.LEFT_OUT
 NO_RDMACM = {"SOCKADDR_TLS_PRIORITY": "tcp"}
-#: An old UCX keeps UD to connect others, unless that is excluded as well.
-OLD = {**LEFT_OUT, "TLS": "^ib,ud:aux"}
+#: Where there are devices: some releases keep these transports although "ib" is excluded.
+THERE, OLD = {**LEFT_OUT, "TLS": "^ib,srd,rc_gda"}, {**LEFT_OUT, "TLS": "^ib,ud:aux"}
 
 
 @pytest.fixture(autouse=True)
 def new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rdma, "WORKS", True)
+    monkeypatch.setattr(rdma, "_ALL", ("ib", "srd", "rc_gda"))
 
 
 @pytest.fixture
 def too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rdma, "WORKS", False)
+    monkeypatch.setattr(rdma, "_ALL", ("ib", "ud:aux"))
 
 
 @pytest.fixture
@@ -161,7 +163,7 @@ def test_a_choice_is_not_warned_of(options: Mapping[str, str], machine: Path, ca
 
 @pytest.mark.parametrize(
     ("devices", "changes"),
-    [("mlx5_1", {}), ("eth0, mlx5_0", {}), ("mlx5_2", LEFT_OUT), ("", LEFT_OUT), ("^mlx5_0", LEFT_OUT)],
+    [("mlx5_1", {}), ("eth0, mlx5_0", {}), ("mlx5_2", THERE), ("", THERE), ("^mlx5_0", THERE)],
 )
 def test_devices_without_a_port(
     devices: str, changes: Mapping[str, str], machine: Path, monkeypatch: pytest.MonkeyPatch

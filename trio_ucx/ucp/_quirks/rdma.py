@@ -16,8 +16,9 @@ Where devices that could be used are left out, the log has a line, once in a pro
 ``rdmacm`` where RDMA is left out: otherwise they would listen at RDMA devices all the same.
 
 Before UCX 1.19, RDMA is left out even if it is named; if nothing else is named, that is an error. Over Soft-RoCE, 1.17
-did not connect, 1.13 ended the process, and 1.18 was not tried. Some of these releases, 1.17 among them, keep UD to
-connect others although ``ib`` is excluded, so ``ud:aux`` is, too.
+did not connect, 1.13 ended the process, and 1.18 was not tried.
+
+Some releases keep transports although ``ib`` is excluded: 1.17 UD, to connect others, and 1.19 SRD.
 
 Releases: all, 1.13 to 1.22. Not needed any more when UCX authenticates RDMA peers. Test:
 ``tests/test_rdma_is_a_choice.py``.
@@ -45,6 +46,8 @@ TOO_OLD = f"trio_ucx uses it with UCX 1.19 or newer, and this is {ucx.release}"
 DEVICES = Path("/sys/class/infiniband")
 #: The options that leave RDMA out, where there are no others.
 LEFT_OUT = {"TLS": "^ib", "SOCKADDR_TLS_PRIORITY": "tcp"}
+#: What is excluded where there are devices. (Elsewhere, older UCX would warn of names that it does not know.)
+_ALL = ("ib", "srd", "rc_gda") if WORKS else ("ib", "ud:aux")
 
 _warned = False
 
@@ -70,9 +73,9 @@ def restrict(options: Mapping[str, str]) -> dict[str, str]:
     if not names_transports or "all" in wanted:
         excluded = [] if names_transports else [each.lstrip("^") for each in wanted if each]
         named = named or "ib" not in excluded
-        every = [*excluded, "ib"] if WORKS or not usable_devices() else [*excluded, "ib", "ud:aux"]
-        if {*every} - {*excluded}:
-            changes["TLS"] = f"^{','.join(dict.fromkeys(every))}"
+        every = dict.fromkeys([*excluded, *(_ALL if usable_devices() else ["ib"])])
+        if len(every) > len(excluded):
+            changes["TLS"] = f"^{','.join(every)}"
     if named:
         _warn()
     return changes
