@@ -133,7 +133,7 @@ async def test_automatic_rendezvous_begins_at_the_threshold(transports: str) -> 
 
 async def test_headers(worker: ucp.Worker) -> None:
     longest = worker.attributes().max_am_header
-    assert longest >= 1000
+    assert longest >= 200  # over UD it is less than a packet
     async with open_raw_pair(worker) as (client, _):
         with worker.open_active_messages(3) as queue, trio.fail_after(20):
             for size in (0, 1, longest):

@@ -6,6 +6,7 @@ import errno
 import os
 from functools import partial
 from socket import AF_INET, AF_INET6, AddressFamily, socket
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -17,6 +18,8 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._opening import addresses as _addresses
 from trio_ucx._util.process import NOBODY, this_host
+from trio_ucx.mesh import _contact
+from trio_ucx.ucp._quirks.network_devices import active_addresses, addresses_of_devices
 from trio_ucx.ucp._quirks.option_limits import DEFAULT_SIZES
 from trio_ucx.ucp._worker_address import LAYOUT, VERSION
 
@@ -122,6 +125,16 @@ def test_address_for_other_machines(
 ) -> None:
     monkeypatch.setattr(_addresses, "outward_address", lambda ip: None if ":" in ip else "10.9.9.9")
     assert _addresses.reachable_address([(host, 5) for host in listening], own) == (expected, 5)
+
+
+async def test_address_of_a_server_over_rdma_alone(worker: ucp.Worker) -> None:
+    """Its UCX has no TCP device: other machines reach the server's socket at every device, not only at loopback."""
+    alone = worker.address._changed(tcp_addresses=())
+    hosts = addresses_of_devices(alone)
+    assert hosts and set(hosts) == {host for host, _ in active_addresses()}
+    assert addresses_of_devices(alone._changed(network=b"")) == []  # shared memory alone
+    of_a_rank: Any = SimpleNamespace(_engine=SimpleNamespace(identity=SimpleNamespace(address=alone)))
+    assert set(_contact._own_hosts(of_a_rank)) >= {host for host in hosts if _addresses._is_for_others(host)}
 
 
 @pytest.mark.parametrize("family", [AF_INET, AF_INET6])

@@ -247,6 +247,7 @@ def test_cores() -> None:
 
 def test_why_there_is_no_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One obstacle after another is removed."""
+    monkeypatch.setattr(devices.rdma, "WORKS", False)
     monkeypatch.setattr(devices.rdma, "has_module", lambda name: False)
     monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
     monkeypatch.setattr(devices, "lockable_memory", lambda: 8 << 20)
@@ -258,6 +259,8 @@ def test_why_there_is_no_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     assert found() == "none: the kernel has no RDMA device, and this UCX no InfiniBand transports"
     port = files(tmp_path, **{"sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN"})
+    assert "UCX 1.19 or newer" in found()
+    monkeypatch.setattr(devices.rdma, "WORKS", True)
     assert "no port of mlx5_0 is active (1: DOWN)" in found()
     files(port, **{"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE"})
     assert "no /dev/infiniband/uverbs* here" in found()
@@ -273,7 +276,7 @@ def test_why_there_is_no_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(devices, "lockable_memory", lambda: -1)
     assert "UCX does not use mlx5_0" in found()
     rdma = [("rc_mlx5", "mlx5_0:1")]
-    assert "rc_mlx5/mlx5_0:1 is not chosen" in devices.check_rdma([*TCP, *rdma], TCP, tmp_path).found
+    assert "nothing chooses rc_mlx5/mlx5_0:1" in devices.check_rdma([*TCP, *rdma], TCP, tmp_path).found
     assert devices.check_rdma(rdma, rdma, tmp_path).state == "ok"
     monkeypatch.setattr(devices, "lockable_memory", lambda: 8 << 20)
     assert devices.check_rdma(rdma, rdma, tmp_path).state == "warning"
@@ -327,6 +330,9 @@ def test_no_shared_memory() -> None:
     log = ["UCX does without shared memory: raise kernel.shmmni"]
     transports, shared = software.check_transports(TCP, (), log)
     assert transports.state == "ok" and shared.found == "none: raise kernel.shmmni"
+    assert "processes of this machine use TCP" in str(shared.advice)
+    _, shared = software.check_transports([("rc_mlx5", "mlx5_0:1")], (), [])
+    assert "processes of this machine use RDMA" in str(shared.advice)
 
 
 def test_worst_finding() -> None:
@@ -509,6 +515,9 @@ async def test_what_the_sides_compare(worker: ucp.Worker, monkeypatch: pytest.Mo
     assert isinstance(same, Finding) and same.state == "ok"
     *_, last = peers.plan("host", ours, {**ours, "rdma": True})
     assert isinstance(last, peers.Plan) and last.name == "all transports" and "rc" in last.expected
+    alone = bytes(worker.address._changed(network=b"")).hex()
+    *_, last = peers.plan("host", ours, {**ours, "address": alone})
+    assert isinstance(last, Finding) and last.state == "problem" and last.found.startswith("not tried: ")
     releases, addresses, *_ = peers.plan("host", ours, {**ours, "trio_ucx": "2", "peer": "10.9.9.9"})
     assert isinstance(releases, Finding) and isinstance(addresses, Finding)
     assert releases.state == addresses.state == "problem" and "(NAT)" in addresses.found

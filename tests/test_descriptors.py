@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from environments import as_other_user
@@ -165,6 +166,18 @@ def test_what_the_drivers_of_gpus_need(monkeypatch: pytest.MonkeyPatch) -> None:
         one = descriptors.for_context(first=True)
         later = descriptors.for_context(first=False)
     assert later + 22 <= one <= two - 7  # of 22 that one H100 takes, 7 are named after it
+
+
+def test_what_rdma_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context over Soft-RoCE takes two descriptors for each device, a worker one for each transport."""
+    monkeypatch.setattr(descriptors, "DEVICES", tmp_path)
+    without = descriptors.for_context(first=False)
+    for device in "mlx5_0", "rxe0":
+        (tmp_path / device).mkdir()
+    assert descriptors.for_context(first=False) >= without + 4
+    lines = ["#      resource 0  :  md 0  dev 0  flags -- rc_verbs/rxe0:1"]
+    lines += ["#      resource 1  :  md 0  dev 0  flags a- ud_verbs/rxe0:1", ""]
+    assert descriptors.for_worker("\n".join(lines)) == descriptors.for_worker("") + 2
 
 
 @pytest.mark.parametrize("transports", ["self", "tcp", "sysv,self", "posix,self", "sm,self", "tcp,sm,self", "all"])

@@ -19,6 +19,16 @@ def test_says_what_it_lacks() -> None:
     assert done.returncode == 77 and "lab: skipped: the lab needs root" in done.stderr
 
 
+def test_runs_here() -> None:
+    """As it does where there is hardware."""
+    command, variables = (
+        [sys.executable, LAB, "here", "wakeups-tcp"],
+        {**os.environ, "LAB_ROUNDS": "5", "UCX_TLS": "tcp"},
+    )
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "lab: here: 1 of 1" in done.stdout, done.stdout + done.stderr
+
+
 def test_each_program_is_a_case() -> None:
     grounds = runpy.run_path(str(LAB / "cases/grounds.py"))["GROUNDS"]
     listed = {case.program for cases in grounds.values() for case in cases.values()}

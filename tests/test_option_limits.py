@@ -41,6 +41,11 @@ def untouched_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("TCP_RX_SEG_SIZE", "64kbytes", "give it at least 4352"),  # 64k to UCX
         ("MM_RX_MAX_BUFS", "512", "give it inf"),
         ("TCP_TX_MAX_BUFS", "8", "give it inf"),
+        ("UD_VERBS_SEG_SIZE", "511", "give it at least 512"),
+        ("IB_RX_MAX_BUFS", "4096", "give it inf"),
+        ("UD_RX_MAX_BUFS", "8", "give it inf"),
+        ("RC_VERBS_TX_MAX_BUFS", "8", "give it inf"),
+        ("DC_MLX5_RX_MAX_BUFS", "8", "give it inf"),
         ("TCP_TX_SEG_SIZE", "4351", "give it at least 4352"),
         ("TCP_RX_SEG_SIZE", "2kb", "give it at least 4352"),
         ("SELF_SEG_SIZE", "100", "give it at least 4352"),

@@ -32,7 +32,7 @@ def test_lines() -> None:
         "cma            usable",
         "/dev/shm       64 MiB, 64 MiB free",
         "descriptors    1024 (hard limit: 524288)",
-        "locked memory  8 MiB (hard limit: none)",
+        "locked memory  8 MiB (hard limit: no limit)",
     ]
 
 

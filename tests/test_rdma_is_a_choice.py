@@ -13,6 +13,20 @@ from trio_ucx.ucp._quirks import rdma
 
 LEFT_OUT = rdma.LEFT_OUT
 NO_RDMACM = {"SOCKADDR_TLS_PRIORITY": "tcp"}
+#: Where there are devices: some releases keep these transports although "ib" is excluded.
+THERE, OLD = {**LEFT_OUT, "TLS": "^ib,srd,rc_gda"}, {**LEFT_OUT, "TLS": "^ib,ud:aux"}
+
+
+@pytest.fixture(autouse=True)
+def new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rdma, "WORKS", True)
+    monkeypatch.setattr(rdma, "_ALL", ("ib", "srd", "rc_gda"))
+
+
+@pytest.fixture
+def too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rdma, "WORKS", False)
+    monkeypatch.setattr(rdma, "_ALL", ("ib", "ud:aux"))
 
 
 @pytest.fixture
@@ -75,6 +89,71 @@ def test_nobody_loses_it_in_silence(
 
 
 @pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({}, OLD),
+        ({"TLS": "^posix"}, {**LEFT_OUT, "TLS": "^posix,ib,ud:aux"}),
+        ({"TLS": "all"}, OLD),
+        ({"TLS": "tcp, rc_verbs,\\ud_verbs,\\self"}, {**LEFT_OUT, "TLS": "tcp,\\self"}),
+        ({"TLS": "rc,sm,self"}, {**LEFT_OUT, "TLS": "sm,self"}),
+        ({"NET_DEVICES": "eth0,mlx5_0:1"}, {**OLD, "NET_DEVICES": "eth0"}),
+        ({"NET_DEVICES": "eth0,mlx5_0:1", "TLS": "rc,tcp"}, {**LEFT_OUT, "TLS": "tcp", "NET_DEVICES": "eth0"}),
+        ({"NET_DEVICES": "eth0,mlx5_0:1", "TLS": "^cma"}, {**LEFT_OUT, "TLS": "^cma,ib,ud:aux", "NET_DEVICES": "eth0"}),
+    ],
+    ids=str,
+)
+def test_an_old_ucx_does_without_it(
+    options: Mapping[str, str],
+    changes: Mapping[str, str],
+    too_old: None,
+    machine: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(2):
+        assert rdma.restrict(options) == changes
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.startswith(
+        "UCX does without RDMA (mlx5_0:1): trio_ucx uses it with UCX 1.19 or newer, and this"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [({"TLS": "tcp"}, NO_RDMACM), ({"TLS": "tcp,self", "NET_DEVICES": "eth0"}, NO_RDMACM), ({"TLS": "^ib"}, OLD)],
+    ids=str,
+)
+def test_an_old_ucx_without_rdma(
+    options: Mapping[str, str],
+    changes: Mapping[str, str],
+    too_old: None,
+    machine: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert rdma.restrict(options) == changes
+    assert caplog.records == []
+    (machine / "dev/infiniband/uverbs0").unlink()  # where there is none, UCX would warn of what does not exist
+    assert rdma.restrict({}) == LEFT_OUT
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"TLS": "rc"}, "TLS=rc"),
+        ({"TLS": "ud,rc_verbs"}, "TLS=ud,rc_verbs"),
+        ({"NET_DEVICES": "mlx5_0:1", "TLS": "all"}, "NET_DEVICES=mlx5_0:1"),
+    ],
+    ids=str,
+)
+def test_an_old_ucx_has_nothing_else(config: Mapping[str, str], text: str, too_old: None) -> None:
+    with pytest.raises(
+        ValueError, match=f"^UCX's option {text} names only RDMA: trio_ucx uses it with UCX 1.19 or newer"
+    ):
+        with ucp.open_context(config):
+            pass
+
+
+@pytest.mark.parametrize(
     "options", [{"TLS": "^ib"}, {"TLS": "tcp"}, {"TLS": "all"}, {"NET_DEVICES": "mlx5_0:1"}], ids=str
 )
 def test_a_choice_is_not_warned_of(options: Mapping[str, str], machine: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -84,12 +163,12 @@ def test_a_choice_is_not_warned_of(options: Mapping[str, str], machine: Path, ca
 
 @pytest.mark.parametrize(
     ("devices", "changes"),
-    [("mlx5_1", {}), ("eth0, mlx5_0", {}), ("mlx5_2", LEFT_OUT), ("", LEFT_OUT), ("^mlx5_0", LEFT_OUT)],
+    [("mlx5_1", {}), ("eth0, mlx5_0", {}), ("mlx5_2", THERE), ("", THERE), ("^mlx5_0", THERE)],
 )
 def test_devices_without_a_port(
     devices: str, changes: Mapping[str, str], machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rdma, "_DEVICES", machine / "sys/class/infiniband")
+    monkeypatch.setattr(rdma, "DEVICES", machine / "sys/class/infiniband")
     assert rdma.restrict({"NET_DEVICES": devices}) == changes
 
 

@@ -254,6 +254,8 @@ for record in records:
             "ERROR",
         ),
         (b"/b/src/ucs/datastruct/mpool.c", b"object 0x5 was not returned to mpool ucp_requests", "ERROR"),
+        (b"/b/src/ucp/core/ucp_worker.c", b"invalid configurations: RNDV_THRESH=65k,RESOLVE_REMOTE_EP_ID=y", "DEBUG"),
+        (b"/b/src/ucp/core/ucp_worker.c", b"invalid configurations: RNDV_THRESH=65k,TCP_TX_SEGSIZE=64k", "ERROR"),
     ],
 )
 def test_harmless_lines_are_for_debugging(

@@ -1,8 +1,9 @@
 """Runs trio_ucx on ground that this machine is not, in emulated machines with kernels of their own.
 
-    python tools/lab rdma|machines|arm [--quick] [CASE|CASE/PART ...]
+    python tools/lab rdma|machines|arm|here [--quick] [CASE|CASE/PART ...]
 
 rdma: over Soft-RoCE (rdma_rxe), with UCX built with verbs. machines: two machines and a cable, TCP. arm: ARM64.
+here: this machine, which may have hardware: the cases of rdma that need no second one, then tests/test_gpu.py.
 Prints what the parts of each case say, and how many went well; the exit status is 0 if all did. --quick: what suits CI.
 
 Needs root, Debian or Ubuntu on x86-64, and a Python in which this checkout is installed (pip install -e '.[test]').
@@ -11,7 +12,7 @@ an address or a file, of LAB_UCX_VERSION); for ARM64 packages and wheels. LAB_CA
 Where something is not to be had, the lab says what, and exits with 77.
 
 LAB_ACCELERATOR=kvm uses KVM. LAB_OUT=FOLDER keeps what guests wrote. LAB_MEMORY=3G is a guest's. LAB_ROUNDS, LAB_PYTEST
-and UCX_... are passed to the programs.
+and UCX_... are passed to the programs; UCX_TLS goes before a case's own. LAB_ADDRESS (127.0.0.1): where servers listen "here".
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 def prepared(name: str) -> machines.Ground:
     """Makes what a ground needs."""
+    if name == "here":
+        return machines.Ground("", Path(), Path(), sys.executable, {"PYTHONPATH": str(prepare.CHECKOUT)})
     if os.geteuid() != 0 or platform.machine() != "x86_64":
         raise prepare.NotAvailable("the lab needs root, whose files its guests read, on x86-64")
     variables = {"HOME": "/root", "LANG": "C.UTF-8", "PYTHONFAULTHANDLER": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -76,11 +79,12 @@ def run_case(name: str, case: Case, parts: list[str], ground: machines.Ground) -
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(prepare.HERE / "cases", out / "cases")
     variables = {key: value for key, value in os.environ.items() if re.match("UCX_|LAB_ROUNDS|LAB_PYTEST", key)}
-    variables |= {"PYTHONPATH": f"/mnt/cases:{ground.variables['PYTHONPATH']}"}
-    variables |= {"UCX_TLS": case.tls} if case.tls else {}
-    command = [ground.python, "-u", f"/mnt/cases/{case.program}", *parts]
+    shared, run = "/mnt" if ground.processor else out, machines.Run(ground, out, case.guests, line)
+    variables |= {"PYTHONPATH": f"{shared}/cases:{ground.variables['PYTHONPATH']}"}
+    variables = {"UCX_TLS": case.tls, **variables} if case.tls else variables
+    command = [ground.python, "-u", f"{shared}/cases/{case.program}", *parts]
     try:
-        statuses = machines.Run(ground, out, case.guests, line).run(command, variables, case.ranks, case.seconds)
+        statuses = (run.run if ground.processor else run.here)(command, variables, case.ranks, case.seconds)
     finally:
         if not keep:
             shutil.rmtree(out)
@@ -112,6 +116,10 @@ def main() -> int:
         print(f"lab: skipped: {error}", file=sys.stderr)
         return 77
     results = [run_case(name, cases[name], parts, ground) for name, parts in wanted.items()]
+    if chosen.ground == "here" and not chosen.cases:
+        results += [
+            (int(os.system(f"cd {prepare.CHECKOUT} && {sys.executable} -m pytest -rs tests/test_gpu.py") == 0), 1)
+        ]
     good, total = (sum(column) for column in zip(*results, strict=True))
     print(f"lab: {chosen.ground}: {good} of {total}; {len(results)} programs")
     return 0 if good == total else 1

@@ -81,6 +81,17 @@ class Run:
         self._follow()
         return [98 if guest in late else self._status(guest) for guest in range(self.guests)]
 
+    def here(self, command: list[str], variables: dict[str, str], ranks: int, seconds: float) -> list[int]:
+        """Runs the ranks as processes of this machine."""
+        address = os.environ.get("LAB_ADDRESS", "127.0.0.1")
+        variables |= {"GUESTS": "1", "GUEST": "0", "RANKS": str(ranks), "ADDRESS": address, "PEER": address}
+        each = 'for rank in $(seq 0 $((RANKS - 1))); do (RANK=$rank "$@" || touch failed; touch ended.$rank) & done'
+        program = ["timeout", f"{seconds}", "sh", "-c", f"exec 2>&1; {each}; wait; [ ! -e failed ]", "sh", *command]
+        with subprocess.Popen(program, env=os.environ | variables, cwd=self.out, stdout=subprocess.PIPE) as process:
+            for line in process.stdout or ():
+                self.lines(0, line.decode(errors="replace").rstrip())
+        return [process.returncode]
+
     def _boot(self, guest: int) -> None:
         for name in ("again", "cable", "status"):
             (self.out / f"{name}.{guest}").unlink(missing_ok=True)

@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def collect() -> dict[str, Any]:
     """Returns all that ``info`` prints, ready for JSON."""
-    with open_context(EVERYTHING) as context:
+    with Log("trio_ucx"), open_context(EVERYTHING) as context:
         present = resources(context)
     error: str | None = None
     enabled: list[tuple[str, str]] = []

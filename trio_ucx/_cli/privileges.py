@@ -181,7 +181,7 @@ def format_bytes(size: int) -> str:
 
 
 def _limits(soft_and_hard: tuple[int, int], as_text: Callable[[int], str]) -> str:
-    soft, hard = ("none" if limit == resource.RLIM_INFINITY else as_text(limit) for limit in soft_and_hard)
+    soft, hard = ("no limit" if limit == resource.RLIM_INFINITY else as_text(limit) for limit in soft_and_hard)
     return f"{soft} (hard limit: {hard})"
 
 

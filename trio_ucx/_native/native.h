@@ -65,6 +65,8 @@
  *     headers are copied before they are read. test_like_rdma.py; test_wire_fields.py
  *   - Messages below RNDV_THRESH leave, others stay until they are received (RNDV_SCHEME is refused: option_limits.py).
  *     test_ucx_properties.py: test_what_the_rendezvous_threshold_says
+ *   - Messages are matched by UCX, not by a device (RC_MLX5_TM_ENABLE): endpoints with error handling have no lane for that
+ *     (ucp_wireup_add_tag_lane). No test: it needs ConnectX-5
  *
  *   Requests, progress, events
  *   - Callbacks run within our calls, in the worker's thread; UCX's own thread only schedules them
@@ -79,7 +81,7 @@
  *   Active messages, streams
  *   - A message comes whole (UCP_AM_FLAG_WHOLE_MSG), its header in the first piece: at most max_am_header, which
  *     over UD is less than a packet. Ours have 48 bytes. test_active_messages.py: test_sizes
- *   - UCX gets more buffers while data is borrowed: RX_MAX_BUFS is inf (option_limits.py; not checked for RC, DC and UD).
+ *   - UCX gets more buffers while data is borrowed: RX_MAX_BUFS is inf (option_limits.py).
  *     test_active_messages.py: test_data_lives_until_it_is_released
  *   - Any endpoint of the worker releases a stream's data (ucp_stream_data_release), such as one to itself.
  *     test_ucp_streams.py: test_data_outlives_all_endpoints
@@ -103,10 +105,10 @@
  *   - Once an endpoint was flushed, or something has arrived over it, its lanes are final: access_paths.connect, mark_proven.
  *     test_remote_memory.py: test_map_before_the_connection_is_up
  *   - An endpoint's memory begins with five lanes' addresses, which epoll has, too (uct_tcp_ep_mod_events): sockets.c, TCP
- *     only; lanes beyond the fifth are not found. test_full_sockets.py
+ *     only. By worker address and with error handling it has one TCP lane, whatever MAX_RNDV_LANES. test_full_sockets.py
  *   - libucp and libuct call each other, and the C library, through import tables: imports.c. Replaced are TCP's connect and
  *     accept (test_key_gate.py), bind of shared memory (test_wake_sockets.py) and keepalive. RDMA bypasses the gate
- *   - What each transport takes of descriptors: descriptors.py; of RDMA's devices an estimate. test_descriptors.py
+ *   - What each transport takes of descriptors: descriptors.py; of mlx5 an estimate. test_descriptors.py
  */
 #ifndef TRIO_UCX_NATIVE_H
 #define TRIO_UCX_NATIVE_H

@@ -10,6 +10,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from ipaddress import ip_address
 from typing import Any
 
 import attrs
@@ -23,6 +24,7 @@ from .._util.process import host_name, this_host
 from .._util.socket_addresses import format_address, is_loopback
 from .._util.text import printable
 from ..ucp import Worker
+from ..ucp._internal_api import addresses_of_devices
 from . import _meeting_file
 from ._errors import MeetingError
 from ._mpi import broadcast
@@ -62,9 +64,10 @@ def _machine() -> str:
 
 
 def _own_hosts(worker: Worker) -> list[str]:
-    """Returns where other hosts may reach this one: the addresses of UCX's TCP devices, and its name."""
-    hosts = worker._engine.identity.address._tcp_hosts
-    return [host for host in hosts if not is_loopback(host)] + [host_name()]
+    """Returns where other hosts may reach this one: the addresses of UCX's devices, and its name."""
+    address = worker._engine.identity.address
+    hosts = address._tcp_hosts or addresses_of_devices(address)
+    return [host for host in hosts if not ip_address(host).is_link_local and not is_loopback(host)] + [host_name()]
 
 
 @asynccontextmanager

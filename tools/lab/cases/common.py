@@ -1,7 +1,7 @@
 """What the cases have in common: parts that both ranks run at the same time, and what passes between the ranks.
 
 Both ranks run the same program, in one guest or in two. RANK, RANKS, ADDRESS (of this guest), PEER (the other rank's),
-GUESTS and GUEST are in the environment. The folder /mnt is shared by the ranks and the host.
+GUESTS and GUEST are in the environment. The folder in which they run (/mnt) is shared by the ranks and the host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import trio
 import trio_ucx
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["RANKS"])
-ADDRESS, PEER, OUT = os.environ["ADDRESS"], os.environ["PEER"], Path("/mnt")
+ADDRESS, PEER, OUT = os.environ["ADDRESS"], os.environ["PEER"], Path.cwd()
 TWO_GUESTS = os.environ["GUESTS"] == "2"
 KEY = b"the lab's key, which is no secret"
 #: One of these files exists when the other rank has ended, or has failed in this part.

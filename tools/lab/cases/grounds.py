@@ -38,6 +38,7 @@ GROUNDS: dict[str, dict[str, Case]] = {
         "loss-rc": Case("rdma/loss.py", "rc", guests=2),
         "loss-ud": Case("rdma/loss.py", "ud", guests=2),
         "loss-rc-tcp": Case("rdma/loss.py", "rc_verbs,tcp", guests=2),
+        "commands": Case("rdma/commands.py", ranks=1, seconds=1200),
         "many": Case("rdma/many.py", "rc", ranks=1),
         "suite-rc": Case("rdma/suite.py", "rc", ranks=1, seconds=7200),
         "suite-ud": Case("rdma/suite.py", "ud", ranks=1, seconds=7200),
@@ -64,3 +65,4 @@ GROUNDS: dict[str, dict[str, Case]] = {
         "examples": Case("arm/examples.py", ranks=1, seconds=900),
     },
 }
+GROUNDS["here"] = {name: case for name, case in GROUNDS["rdma"].items() if case.guests == 1}

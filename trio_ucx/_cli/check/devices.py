@@ -47,8 +47,9 @@ def check_rdma(present: Resources, enabled: Resources, root: Path = Path("/")) -
     may_open = any(os.access(node, os.R_OK | os.W_OK) for node in verbs)
     return first_of(
         "InfiniBand",
-        (unused, f"none: it is a choice (UCX_TLS, UCX_NET_DEVICES, config=), and {unused} is not chosen", _CHOICE),
+        (unused, f"none: it is a choice (UCX_TLS, UCX_NET_DEVICES, config=), and nothing chooses {unused}", _CHOICE),
         (not names, f"none: the kernel has no RDMA device{_WHEEL * (not rdma.has_module('ib'))}", None),
+        (not rdma.WORKS, f"none: {rdma.TOO_OLD}", "install a newer UCX"),
         ("ACTIVE" not in ports, f"none: no port of {names} is active ({ports})", _CABLE),
         (not verbs, f"none: the kernel has {names}, but there is no /dev/infiniband/uverbs* here", _VERBS),
         (not may_open, "none: this user may not open /dev/infiniband/uverbs*", "give it access (mode 666, udev)"),

@@ -16,7 +16,7 @@ from ..._opening.addresses import outward_address
 from ..._util.socket_addresses import format_address, is_loopback
 from ..._util.text import printable
 from ..._version import __version__
-from ...ucp._internal_api import obstacle_to_shared_memory, rdma
+from ...ucp._internal_api import check_without_shared_memory, obstacle_to_shared_memory, rdma
 from ..errors import PerfError, describe
 from ..info import resources
 from ..listener_log import log_line
@@ -213,6 +213,8 @@ def plan(host: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Itera
         yield Plan("shared memory", {"TLS": "sm,self"}, {"TLS": "sm,self"})
     elif one_machine:
         advice = "run both as one user, in the same IPC, PID and network namespaces, with one release of UCX"
+        if not (here.shared_memory_kinds and there.shared_memory_kinds):
+            advice = "raise or free what `check` names there, or allow it on both sides (UCX_TLS)"
         yield Finding(f"shared memory with {host}", "warning", f"both are on one machine, but {obstacle}", advice)
     one_network = one_machine and here.network_namespace == there.network_namespace
     for ip, device in theirs["devices"].items():
@@ -230,6 +232,12 @@ def plan(host: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Itera
         mine, other = ({"TLS": "tcp", "NET_DEVICES": each} for each in (ours["devices"][source], device))
         name = f"tcp {ours['devices'][source]} ({source}) - {device} ({ip})"
         yield Plan(name, mine, other, source, ip, "problem" if leads else "warning")
+    if obstacle is not None:
+        try:
+            check_without_shared_memory(here, there, obstacle)
+        except ValueError as error:  # the UCX that is asked for an endpoint might end its process
+            yield Finding("all transports", "problem", f"not tried: {error}", "change what it names, on both sides")
+            return
     expected = rdma.TRANSPORTS if obstacle and (ours["rdma"] or theirs["rdma"]) else ("",)
     at = [side["at"] if side["at"] in side["devices"] and obstacle else None for side in (ours, theirs)]
     yield Plan("all transports", {}, {}, at[0], at[1], expected=expected)

@@ -13,6 +13,7 @@ import trio
 
 from ... import UCXError, ucp
 from ..._native import ucx
+from ...ucp._internal_api import rdma
 from ..errors import describe
 from ..info import EVERYTHING, Log, by_transport, resources
 from .devices import Resources, check_gpu, check_rdma
@@ -23,7 +24,7 @@ FAILURES = (UCXError, OSError, ValueError, trio.BrokenResourceError)
 #: Transports within a machine.
 _LOCAL = {"self", "cma", "sysv", "posix"}
 #: trio_ucx's warnings, and a variable that UCX does not know, with its suggestion.
-_WITHOUT = re.compile(r"UCX does without (shared memory|TCP|memory hooks): (.*)")
+_WITHOUT = re.compile(r"UCX does without (shared memory|TCP|memory hooks|RDMA).*?: (.*)")
 _VARIABLE = re.compile(r"UCX_(?!WARN_UNUSED)\w+(?: \(maybe: .*?\))?")
 
 
@@ -61,7 +62,8 @@ def check_transports(enabled: Resources, kinds: Collection[str], log: Sequence[s
         "transports", state, found + no_tcp, None if reaches else "change what it names" if no_tcp else advice
     )
     found = ", ".join(sorted(kinds)) or f"none: {why.get('shared memory', 'the configuration allows none')}"
-    advice = "raise or free what it names, or allow it (UCX_TLS); until then processes of this machine use TCP"
+    instead = "RDMA" if any(name.startswith(rdma.TRANSPORTS) for name, _ in enabled) else "TCP"
+    advice = f"raise or free what it names, or allow it (UCX_TLS); until then processes of this machine use {instead}"
     yield warn_unless(kinds, "shared memory", found, advice)
     if hooks := why.get("memory hooks"):
         yield Finding("memory hooks", "warning", f"none: {hooks}", "change what it names, if there is RDMA")

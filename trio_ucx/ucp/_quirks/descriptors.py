@@ -11,26 +11,30 @@ Reports: "Few descriptors left" (two), in ucx-reports.md. Releases: all, 1.13 to
 from __future__ import annotations
 
 import os
-import re
 import resource
 
 from ..._native import ffi, lib
+from .option_limits import RESOURCE
+from .rdma import DEVICES
 
 #: For the first context: two pipes and an epoll of UCX's, and those that it opens for a moment to find devices.
 _CONTEXT = 5 + 3
 #: Whatever its transports, the first context also starts NVIDIA's drivers, and before UCX's own thread. The drivers
 #: keep descriptors: 22 with one H100. How many more they keep for each further GPU is an estimate.
 _CUDA, _EACH_GPU, _MOST_GPUS = 15, 8, 16
-#: For a worker, besides its transports: an epoll and an eventfd of UCX's, two timers and an epoll of ours; and some
-#: more for a moment.
+#: Every context opens each RDMA device, mlx5's twice (GGA): a device file, and another one for its events.
+_RDMA_DEVICE = 4
+#: For a worker, besides its transports: an epoll and an eventfd of UCX's, two timers and an epoll of ours; one of
+#: rdmacm, if there is RDMA; and some more for a moment.
 WORKER = 5 + 2
 #: For each interface of a transport: tcp an epoll and a socket, posix two files and a socket, sysv a socket, cuda an
-#: eventfd.
+#: eventfd, RDMA a completion channel (of mlx5 an estimate, the same as of others).
 _EACH = {"self": 0, "tcp": 2, "sysv": 1, "posix": 3, "cma": 0, "knem": 0, "xpmem": 1, "cuda_copy": 1, "cuda_ipc": 1}
+_EACH |= {"rc_verbs": 1, "ud_verbs": 1}
 _OTHERS = 4
 #: For a raw listener: its socket, and those of the first clients.
 LISTENER = 4
-#: For an endpoint: sockets to the peer and from it.
+#: For an endpoint: sockets to the peer and from it. (The first one over UD starts a timer; others over RDMA need none.)
 ENDPOINT = 8
 #: For a connection: the same, and control sockets, of which there may be several until one is connected.
 CONNECTION = ENDPOINT + 3
@@ -78,10 +82,14 @@ def for_context(first: bool) -> int:
     Args:
         first: no other context was opened in this process before.
     """
+    try:
+        needed = _CONTEXT + _RDMA_DEVICE * len(os.listdir(DEVICES))
+    except OSError:  # there are none; or no descriptors
+        needed = _CONTEXT
     if not first:
-        return _CONTEXT
+        return needed
     gpus = sum(os.path.exists(f"/dev/nvidia{number}") for number in range(_MOST_GPUS))  # exists() opens nothing
-    return _CONTEXT + (_CUDA + gpus * _EACH_GPU if gpus else 0)
+    return needed + (_CUDA + gpus * _EACH_GPU if gpus else 0)
 
 
 def for_worker(context_info: str) -> int:
@@ -90,8 +98,7 @@ def for_worker(context_info: str) -> int:
     Args:
         context_info: UCX's description of the context's resources.
     """
-    transports = re.findall(r"^# +resource .* -- (\w+)/", context_info, re.MULTILINE)
-    return WORKER + sum(_EACH.get(transport, _OTHERS) for transport in transports)
+    return WORKER + sum(_EACH.get(transport, _OTHERS) for transport, _ in RESOURCE.findall(context_info))
 
 
 def opened(descriptor: int, doing: str) -> int:

@@ -170,7 +170,12 @@ def _changed(address: WorkerAddress, hosts: Collection[str], **parts: bytes) -> 
 
 
 def addresses_of_devices(address: WorkerAddress) -> list[str]:
-    """Returns the IP addresses of the TCP devices that a worker of this process uses: first those where UCX listens."""
+    """Returns the IP addresses of the TCP devices that a worker of this process uses: first those where UCX listens.
+
+    Over RDMA alone, they are those of all devices.
+    """
+    if address.network and not address.tcp_addresses:
+        return sorted(host for host, _ in active_addresses())
     hosts = list(address._tcp_hosts)
     return list(dict.fromkeys([*hosts, *(beside for host in hosts for beside in _beside(host))]))
 

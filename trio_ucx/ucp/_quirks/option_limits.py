@@ -85,6 +85,7 @@ LIMITS = (
         f"and {_ONE_PIECE}",
     ),
     Limit("(TCP_TX|TCP_RX|SELF|IB|RC|DC|SRD|(RC|DC)_(VERBS|MLX5))_SEG_SIZE", LEAST_SEGMENT, math.inf, _ONE_PIECE),
+    Limit("UD(_VERBS|_MLX5)?_SEG_SIZE", 512, math.inf, "UCX's wire-up messages do not fit into a shorter segment"),
     Limit(
         "(MM|SYSV|POSIX|XPMEM)_FIFO_ELEM_SIZE",
         0,
@@ -100,11 +101,11 @@ LIMITS = (
         units=False,
     ),
     Limit(
-        "(MM|SYSV|POSIX|XPMEM|TCP)_(RX|TX)_MAX_BUFS",
+        "(MM|SYSV|POSIX|XPMEM|TCP|IB|UD|RC|DC|SRD|(UD|RC|DC)_(VERBS|MLX5))_(RX|TX)_MAX_BUFS",
         math.inf,
         math.inf,
-        "UCX loses messages when its buffers are used up (shared memory), or loops for ever (TCP, while peers do not "
-        "read)",
+        "when its buffers are used up, UCX loses messages (shared memory), loops for ever (TCP, while peers do not "
+        "read), or keeps all peers waiting (RDMA, while messages of one are unread)",
     ),
     Limit("(CMA|KNEM)_(SEG_SIZE|TX_QUOTA)", 1, math.inf, "UCX would never copy anything, and wait for ever"),
     Limit("TCP_MAX_POLL", 1, math.inf, "UCX would not receive anything (epoll_wait refuses 0)"),
@@ -189,12 +190,13 @@ def check(config: Mapping[str, str]) -> None:
 
 # ---- devices that do not exist ----
 
-_DEVICE = re.compile(r" -- [^/\s]+/(\S+)")
+#: In UCX's description of a context: a transport and its device; after "--", or "a-" if only other transports need it.
+RESOURCE = re.compile(r"^# +resource .* (\w+)/(\S+)", re.MULTILINE)
 
 
 def devices(info: str) -> list[str]:
     """The devices in UCX's description of a context."""
-    return sorted(set(_DEVICE.findall(info)))
+    return sorted({device for _, device in RESOURCE.findall(info)})
 
 
 def missing_devices(config: Mapping[str, str], present: list[str]) -> list[str]:

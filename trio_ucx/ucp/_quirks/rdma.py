@@ -15,6 +15,11 @@ NET_DEVICES names one (``mlx5_0:1``)   as TLS says; UCX's default if that is not
 Where devices that could be used are left out, the log has a line, once in a process. Raw listeners do without UCX's
 ``rdmacm`` where RDMA is left out: otherwise they would listen at RDMA devices all the same.
 
+Before UCX 1.19, RDMA is left out even if it is named; if nothing else is named, that is an error. Over Soft-RoCE, 1.17
+did not connect, 1.13 ended the process, and 1.18 was not tried.
+
+Some releases keep transports although ``ib`` is excluded: 1.17 UD, to connect others, and 1.19 SRD.
+
 Releases: all, 1.13 to 1.22. Not needed any more when UCX authenticates RDMA peers. Test:
 ``tests/test_rdma_is_a_choice.py``.
 """
@@ -23,62 +28,85 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..._native import ucx
+from .option_limits import OptionError
 
 logger = logging.getLogger("trio_ucx")
 
 #: Beginnings of the names of UCX's RDMA transports (rc_verbs, ud_mlx5, dc_mlx5, srd, ...), and of ``ib`` for all.
 TRANSPORTS = ("ib", "rc", "ud", "dc", "srd", "gga")
 
-_DEVICES = Path("/sys/class/infiniband")
+#: Whether this UCX gets through over RDMA; what users of another one are told.
+WORKS = ucx.version >= (1, 19)
+TOO_OLD = f"trio_ucx uses it with UCX 1.19 or newer, and this is {ucx.release}"
+
+DEVICES = Path("/sys/class/infiniband")
 #: The options that leave RDMA out, where there are no others.
 LEFT_OUT = {"TLS": "^ib", "SOCKADDR_TLS_PRIORITY": "tcp"}
+#: What is excluded where there are devices. (Elsewhere, older UCX would warn of names that it does not know.)
+_ALL = ("ib", "srd", "rc_gda") if WORKS else ("ib", "ud:aux")
 
 _warned = False
 
 
 def restrict(options: Mapping[str, str]) -> dict[str, str]:
-    """Returns options that leave RDMA out, if nobody has named it.
+    """Returns options that leave RDMA out, if nobody has named it, or if UCX is too old.
 
     Args:
         options: the options in force, with the environment's.
+
+    Raises:
+        OptionError: UCX is too old, and an option names only RDMA.
     """
-    wanted = [each.strip().lstrip("\\") for each in options.get("TLS", "").split(",")]  # "\rc_verbs" is that alone
+    wanted = [each.strip() for each in options.get("TLS", "").split(",")]
+    devices = options.get("NET_DEVICES", "all").split(",")
     names_transports = wanted != [""] and not wanted[0].startswith("^")
-    named = (
-        any(each == "all" or each.startswith(TRANSPORTS) for each in wanted)
-        if names_transports
-        else _names_device(options.get("NET_DEVICES", "all"))
-    )
-    if named:
+    named = "all" in wanted or any(map(_is_transport, wanted)) if names_transports else any(map(_is_device, devices))
+    if named and WORKS:
         return {}
     changes = {name: value for name, value in LEFT_OUT.items() if name not in options and name != "TLS"}
-    excluded = [each.lstrip("^") for each in wanted if each]
-    if not names_transports and "ib" not in excluded:
-        changes["TLS"] = f"^{','.join([*excluded, 'ib'])}"
+    if named:
+        changes |= _others("TLS", wanted, _is_transport) | _others("NET_DEVICES", devices, _is_device)
+    if not names_transports or "all" in wanted:
+        excluded = [] if names_transports else [each.lstrip("^") for each in wanted if each]
+        named = named or "ib" not in excluded
+        every = dict.fromkeys([*excluded, *(_ALL if usable_devices() else ["ib"])])
+        if len(every) > len(excluded):
+            changes["TLS"] = f"^{','.join(every)}"
+    if named:
         _warn()
     return changes
 
 
-def _names_device(devices: str) -> bool:
-    """True if the option NET_DEVICES names an RDMA device, with its port (``mlx5_0:1``) or without."""
-    names = [] if devices.startswith("^") else devices.split(",")
-    return any(":" in name or (name.strip() and (_DEVICES / name.strip()).exists()) for name in names)
+def _is_transport(word: str) -> bool:
+    return word.lstrip("\\").startswith(TRANSPORTS)  # "\rc_verbs" is that alone
+
+
+def _is_device(name: str) -> bool:
+    """True if a word of NET_DEVICES names an RDMA device, with its port (``mlx5_0:1``) or without."""
+    return not name.startswith("^") and (":" in name or bool(name.strip() and (DEVICES / name.strip()).exists()))
+
+
+def _others(option: str, words: list[str], is_rdma: Callable[[str], bool]) -> dict[str, str]:
+    """Returns the option without what is RDMA's; nothing if that changes nothing."""
+    kept = [each for each in words if not is_rdma(each)]
+    if not kept:
+        raise OptionError(f"UCX's option {option}={','.join(words)} names only RDMA: {TOO_OLD}")
+    return {option: ",".join(kept)} if kept != words else {}
 
 
 def _warn() -> None:
     global _warned
     if not _warned and (devices := usable_devices()):
         _warned = True
-        logger.warning(
-            "UCX does without RDMA (%s): whoever reaches these devices could take over this process. To use them in a "
-            "network that you trust, set UCX_TLS=all or UCX_NET_DEVICES=%s; UCX_TLS=^ib ends this warning",
-            ", ".join(devices),
-            devices[0],
+        choice = (
+            "whoever reaches these devices could take over this process. To use them in a network that you trust, set "
+            f"UCX_TLS=all or UCX_NET_DEVICES={devices[0]}; UCX_TLS=^ib ends this warning"
         )
+        logger.warning("UCX does without RDMA (%s): %s", ", ".join(devices), choice if WORKS else TOO_OLD)
 
 
 def usable_devices(root: Path = Path("/")) -> list[str]:
