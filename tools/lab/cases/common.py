@@ -90,9 +90,18 @@ async def barrier(name: str, timeout: float = 300) -> None:
         await get(f"barrier.{name}.{1 - RANK}", timeout)
 
 
-async def ask_host(order: str) -> None:
-    """Asks the host for something: see machines.py."""
-    write(f"host.{RANK}.{time.monotonic_ns()}", order)
+async def ask_host(command: str, undo: str, seconds: int, guest: int = 0) -> None:
+    """Does something to a guest for so many seconds: see machines.py."""
+    order = f"order.{RANK}.{time.monotonic_ns()}"
+    write(order, f"0 {guest} {command}\n{seconds} {guest} {undo}")
+    with trio.fail_after(20):
+        while not (OUT / f"done.{order}").exists():
+            assert not (OUT / f"refused.{order}").exists(), f"the host refuses to do this to guest {guest}: {command}"
+            await trio.sleep(0.05)
+
+
+unplug = partial(ask_host, "set_link net off", "set_link net on")
+suspend = partial(ask_host, "stop", "cont")
 
 
 # ---- a connection between the ranks ----
