@@ -43,7 +43,8 @@ def prepared(name: str) -> machines.Ground:
     if name == "arm":
         boot = prepare.boot(name, "aarch64", *prepare.ARM_ROOT)
         prepare.add_wheel(boot / "files")
-        return machines.Ground("aarch64", boot, boot / "files", "/venv/bin/python", {**variables, "PATH": f"/venv/bin:{PATH}"})
+        variables |= {"PATH": f"/venv/bin:{PATH}"}
+        return machines.Ground("aarch64", boot, boot / "files", "/venv/bin/python", variables)
     boot = prepare.boot(name, "x86_64", *(prepare.LAYER if name == "machines" else ()))
     prepare.run(sys.executable, "-m", "compileall", "-q", prepare.CHECKOUT / "trio_ucx")  # guests would take long
     variables |= {"PATH": f"{Path(sys.executable).parent}:{PATH}", "PYTHONPATH": str(prepare.CHECKOUT)}
