@@ -129,7 +129,7 @@ class Run:
     def _obey(self) -> None:
         """Answers what programs ask for, and does what is due."""
         now = time.monotonic()
-        for path in self.out.glob("order.*"):
+        for path in sorted(self.out.glob("order.*")):
             orders = [re.fullmatch(rf"(\d+) (\d) ({COMMANDS})", line) for line in path.read_text().splitlines()]
             known = [order for order in orders if order and int(order[2]) in self._processes]
             if well := known == orders:

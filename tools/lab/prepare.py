@@ -107,15 +107,16 @@ def ucx_with_verbs() -> Path:
     """Returns the folder in which UCX with InfiniBand transports is installed."""
 
     def make(folder: Path) -> None:
-        source, tarball = CACHE / "ucx-source", UCX_SOURCE
+        source = CACHE / "ucx-source"
         shutil.rmtree(source, ignore_errors=True)
         (source / "build").mkdir(parents=True)
-        if "://" in UCX_SOURCE:
-            try:
-                tarball, _ = urllib.request.urlretrieve(UCX_SOURCE, source / "tarball")
-            except OSError as error:
-                raise NotAvailable(f"UCX's source: {UCX_SOURCE}: {error}; LAB_UCX_SOURCE may name a file") from error
-        run("tar", "-x", "-f", tarball, "--strip-components", "1", "-C", source)
+        address = UCX_SOURCE if "://" in UCX_SOURCE else Path(UCX_SOURCE).resolve().as_uri()
+        try:
+            with urllib.request.urlopen(address, timeout=60) as reply:
+                (source / "tarball").write_bytes(reply.read())
+        except OSError as error:
+            raise NotAvailable(f"UCX's source: {UCX_SOURCE}: {error}; LAB_UCX_SOURCE may name a file") from error
+        run("tar", "-x", "-f", source / "tarball", "--strip-components", "1", "-C", source)
         options = "--with-verbs --with-rdmacm --without-java --without-go --without-cuda --without-rocm --enable-mt"
         configure = f"../contrib/configure-release --prefix={folder} --disable-doxygen-doc {options} CFLAGS='-g -O2'"
         run("sh", "-c", f"{configure} && nice make -s -j{os.cpu_count()} && make -s install", cwd=source / "build")
@@ -128,7 +129,10 @@ def add_wheel(root: Path) -> None:
     """Installs the wheel that users of AArch64 get, in the environment /venv below a guest's root."""
 
     def make(venv: Path) -> None:
-        run(CHECKOUT / "tools/build_wheels.sh", venv / "dist", "aarch64", PYTHON=sys.executable)
+        try:
+            run(CHECKOUT / "tools/build_wheels.sh", venv / "dist", "aarch64", PYTHON=sys.executable)
+        except NotAvailable as error:
+            raise SystemExit(f"lab: no wheel for AArch64: {error}") from error
         [wheel] = (venv / "dist").glob("*.whl")
         options = [f"--platform=manylinux{version}_aarch64" for version in ("2014", "_2_17", "_2_28")]
         options += ["--python-version=3.11", "--only-binary=:all:", f"--target={venv}/lib/python3.11/site-packages"]
