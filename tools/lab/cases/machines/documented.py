@@ -49,7 +49,7 @@ async def tutorial():
             return
         for address in PEER, "guest0", "guest9:23306 guest0":
             assert await shell(f"{client} {address}:23306") == '[["to", 2], ["be", 2]]'
-        refused = await shell(f"TRIO_UCX_AUTHKEY=another-key-of-16-bytes {client} {PEER}:23306", check=False)
+        refused = await shell(f"export TRIO_UCX_AUTHKEY=another-key-of-16-bytes; {client} {PEER}:23306", check=False)
         assert "the authkeys of the two sides differ" in refused
         await barrier("tutorial")
     finally:
