@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("ground", choices=GROUNDS)
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--quick", action="store_true")
-    chosen = parser.parse_args()
+    chosen = parser.parse_intermixed_args()
     os.environ |= {"LAB_QUICK": "1"} if chosen.quick else {}
     cases = GROUNDS[chosen.ground]
     wanted: dict[str, list[str]] = {}
