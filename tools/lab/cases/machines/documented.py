@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -112,4 +113,5 @@ async def served_before_the_network_is_up():
     return transports
 
 
+logging.basicConfig(level=logging.INFO)
 main(timeout=150)
