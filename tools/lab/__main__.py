@@ -38,13 +38,13 @@ def prepared(name: str) -> machines.Ground:
     """Makes what a ground needs."""
     if os.geteuid() != 0 or platform.machine() != "x86_64":
         raise prepare.NotAvailable("the lab needs root, whose files its guests read, on x86-64")
-    variables = {"HOME": "/root", "LANG": "C.UTF-8", "PYTHONFAULTHANDLER": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    variables = {"HOME": "/root", "LANG": "C.UTF-8", "PATH": PATH}
+    variables |= {"PYTHONFAULTHANDLER": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "/packages"}
     prepare.install(*prepare.HOST, "qemu-system-arm" if name == "arm" else "qemu-system-x86")
     if name == "arm":
         boot = prepare.boot(name, "aarch64", *prepare.ARM_ROOT)
         prepare.add_wheel(boot / "files")
-        variables |= {"PATH": f"/venv/bin:{PATH}"}
-        return machines.Ground("aarch64", boot, boot / "files", "/venv/bin/python", variables)
+        return machines.Ground("aarch64", boot, boot / "files", "/usr/bin/python3", variables)
     boot = prepare.boot(name, "x86_64", *(prepare.LAYER if name == "machines" else ()))
     prepare.run(sys.executable, "-m", "compileall", "-q", prepare.CHECKOUT / "trio_ucx")  # guests would take long
     variables |= {"PATH": f"{Path(sys.executable).parent}:{PATH}", "PYTHONPATH": str(prepare.CHECKOUT)}
@@ -73,7 +73,7 @@ def run_case(name: str, case: Case, parts: list[str], ground: machines.Ground) -
     shutil.copytree(prepare.HERE / "cases", out / "cases")
     shutil.copytree(prepare.CHECKOUT / "examples", out / "examples")
     variables = {key: value for key, value in os.environ.items() if re.match("UCX_|LAB_(ROUNDS|QUICK)", key)}
-    variables |= {"PYTHONPATH": f"/mnt/cases:{ground.variables.get('PYTHONPATH', '')}"}
+    variables |= {"PYTHONPATH": f"/mnt/cases:{ground.variables['PYTHONPATH']}"}
     variables |= {"UCX_TLS": case.tls} if case.tls else {}
     command = [ground.python, "-u", f"/mnt/cases/{case.program}", *parts]
     try:

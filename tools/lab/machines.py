@@ -27,7 +27,7 @@ EMULATORS = {
     "x86_64": ("qemu-system-x86_64", ["-cpu", "max"], "ttyS0"),
     "aarch64": ("qemu-system-aarch64", ["-M", "virt,gic-version=3", "-cpu", "neoverse-n1"], "ttyAMA0"),
 }
-COMMANDS = "stop|cont|set_link net (?:on|off)"
+COMMANDS = "stop|cont|set_link (?:cable|net) (?:on|off)"
 
 
 @attrs.frozen
@@ -91,11 +91,11 @@ class Run:
         if self.ground.processor == "x86_64" and accelerator.startswith("tcg"):
             kernel += f" no_timer_check tsc_early_khz={tsc_rate()} tsc=reliable"
         shares = {"root": self.ground.root, "layer": self.ground.boot / "files", "out": self.out}
-        mac = f"52:54:00:00:00:0{guest + 1}"
-        network = "user,id=net,restrict=on"
+        network = ["user,id=net,restrict=on"]
         if self.guests == 2:  # a cable: frames as datagrams between two Unix sockets
             ends = [self.out / f"cable.{end}" for end in (guest, 1 - guest)]
-            network = f"dgram,id=net,local.type=unix,local.path={ends[0]},remote.type=unix,remote.path={ends[1]}"
+            dgram = f"dgram,id=cable,local.type=unix,local.path={ends[0]},remote.type=unix,remote.path={ends[1]}"
+            network = [dgram, "hubport,id=far,hubid=0,netdev=cable", "hubport,id=net,hubid=0"]
         command = [program, "-accel", accelerator, *options, "-smp", "1" if self.guests == 2 else "2"]
         command += ["-m", os.environ.get("LAB_MEMORY", "3G"), "-nodefaults", "-display", "none", "-no-reboot"]
         command += ["-monitor", "stdio", "-serial", f"file:{self.out / f'console.{guest}'}", "-append", kernel]
@@ -104,7 +104,8 @@ class Run:
             mode = "" if tag == "out" else ",readonly=on,multidevs=remap"
             command += ["-fsdev", f"local,id={tag},path={path},security_model=none{mode}"]
             command += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
-        command += ["-netdev", network, "-device", f"virtio-net-pci,netdev=net,mac={mac}"]
+        command += [word for netdev in network for word in ("-netdev", netdev)]
+        command += ["-device", f"virtio-net-pci,netdev=net,mac=52:54:00:00:00:0{guest + 1}"]
         with open(self.out / f"qemu.{guest}", "ab") as log:
             self._processes[guest] = subprocess.Popen(command, 0, stdin=subprocess.PIPE, stdout=log, stderr=log)
 

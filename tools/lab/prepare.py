@@ -126,22 +126,19 @@ def ucx_with_verbs() -> Path:
 
 
 def add_wheel(root: Path) -> None:
-    """Installs the wheel that users of AArch64 get, in the environment /venv below a guest's root."""
+    """Installs the wheel that users of AArch64 get, and what it needs, in the folder /packages of a guest's root."""
 
-    def make(venv: Path) -> None:
+    def make(folder: Path) -> None:
         try:
-            run(CHECKOUT / "tools/build_wheels.sh", venv / "dist", "aarch64", PYTHON=sys.executable)
+            run(CHECKOUT / "tools/build_wheels.sh", CACHE / "dist", "aarch64", PYTHON=sys.executable)
         except NotAvailable as error:
             raise SystemExit(f"lab: no wheel for AArch64: {error}") from error
-        [wheel] = (venv / "dist").glob("*.whl")
+        [wheel] = (CACHE / "dist").glob("*.whl")
         options = [f"--platform=manylinux{version}_aarch64" for version in ("2014", "_2_17", "_2_28")]
-        options += ["--python-version=3.11", "--only-binary=:all:", f"--target={venv}/lib/python3.11/site-packages"]
+        options += ["--python-version=3.11", "--only-binary=:all:", f"--target={folder}"]
         run(sys.executable, "-m", "pip", "install", "-q", *options, f"{wheel}[cli,rpc]", "numpy")
         run("sh", "-c", f"{sys.executable} -m compileall -q {root}/usr/lib/python3.11 || true")  # a guest takes long
-        (venv / "bin").mkdir()
-        (venv / "bin/python").symlink_to("/usr/bin/python3.11")
-        (venv / "pyvenv.cfg").write_text("home = /usr/bin\nversion = 3.11\n")
 
     paths = sorted([*CHECKOUT.glob("*.*"), *CHECKOUT.glob("trio_ucx/**/*.*")])
     sources = [path.read_bytes() for path in paths if path.suffix in {".py", ".c", ".h", ".toml"}]
-    once(root / "venv", hashlib.sha256(b"".join(sources)).hexdigest(), make)
+    once(root / "packages", hashlib.sha256(b"".join(sources)).hexdigest(), make)

@@ -90,18 +90,24 @@ async def barrier(name: str, timeout: float = 300) -> None:
         await get(f"barrier.{name}.{1 - RANK}", timeout)
 
 
-async def ask_host(command: str, undo: str, seconds: int, guest: int = 0) -> None:
-    """Does something to a guest for so many seconds: see machines.py."""
+#: Faults, and what QEMU's monitor is told: frames are lost, a guest's card has no carrier, a guest is suspended.
+FAULTS = {
+    "cable": ("set_link cable off", "set_link cable on"),
+    "carrier": ("set_link net off", "set_link net on"),
+    "stop": ("stop", "cont"),
+}
+
+
+async def ask_host(fault: str) -> None:
+    """Asks the host for a fault: "cable SECONDS", "carrier GUEST SECONDS" or "stop GUEST SECONDS"."""
+    name, *guest, seconds = fault.split()
+    begin, end = (f"{' '.join(guest) or 0} {command}" for command in FAULTS[name])
     order = f"order.{RANK}.{time.monotonic_ns()}"
-    write(order, f"0 {guest} {command}\n{seconds} {guest} {undo}")
+    write(order, f"0 {begin}\n{seconds} {end}")
     with trio.fail_after(20):
         while not (OUT / f"done.{order}").exists():
-            assert not (OUT / f"refused.{order}").exists(), f"the host refuses to do this to guest {guest}: {command}"
+            assert not (OUT / f"refused.{order}").exists(), f"the host refuses: {fault}"
             await trio.sleep(0.05)
-
-
-unplug = partial(ask_host, "set_link net off", "set_link net on")
-suspend = partial(ask_host, "stop", "cont")
 
 
 # ---- a connection between the ranks ----

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import trio
-from common import KEY, PEER, RANK, barrier, echo, get, main, part, put, shell, unplug
+from common import KEY, PEER, RANK, ask_host, barrier, echo, get, main, part, put, shell
 
 import trio_ucx
 
@@ -92,7 +92,7 @@ async def served_before_the_network_is_up():
                 await trio.sleep(0.1)
 
     if RANK == 0:
-        await unplug(30)
+        await ask_host("carrier 0 30")
         await until("0")
         async with trio.open_nursery() as nursery:
             serve = partial(trio_ucx.serve_ucx, echo, 23307, host="0.0.0.0", authkey=KEY, on_handler_error="log")

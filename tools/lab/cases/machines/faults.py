@@ -8,7 +8,7 @@ import time
 from functools import partial
 
 import trio
-from common import Losses, connected, echo, main, part, shell, suspend, unplug
+from common import Losses, ask_host, connected, echo, main, part, shell
 
 import trio_ucx
 
@@ -105,22 +105,22 @@ def netem(options):
 
 @part
 async def cable_out_for_2_seconds():
-    return await survives("cable2", partial(unplug, 2))
+    return await survives("cable2", partial(ask_host, "cable 2"))
 
 
 @part
 async def cable_out_for_40_seconds():
-    return await is_noticed("cable40", partial(unplug, 40), 40)
+    return await is_noticed("cable40", partial(ask_host, "cable 40"), 40)
 
 
 @part
 async def stopped_for_4_seconds():
-    return await survives("stop4", partial(suspend, 4))
+    return await survives("stop4", partial(ask_host, "stop 0 4"))
 
 
 @part
 async def stopped_for_40_seconds():
-    return await is_noticed("stop40", partial(suspend, 40), 40)
+    return await is_noticed("stop40", partial(ask_host, "stop 0 40"), 40)
 
 
 @part
