@@ -230,7 +230,7 @@ async def test_dlpack(code: int, bits: int, dtype: str, count: int) -> None:
 
 @pytest.mark.skipif(np.dtype("g").itemsize == 8, reason="a long double is a double here")
 async def test_long_doubles_are_refused_by_both_sides() -> None:
-    """numpy has one name for those of x86-64 and of ARM64. An older release sends them."""
+    """numpy has one name for those of x86-64 and of AArch64. An older release sends them."""
     real, pair = np.dtype("g"), np.dtype("G")
     nested = np.dtype([("a", "<i4"), ("b", [("c", "<f8"), ("d", real, (2, 3))])])
     memory = (ctypes.c_char * 32)()

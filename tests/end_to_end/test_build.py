@@ -283,6 +283,7 @@ def test_wheels_are_built_by_one_script() -> None:
     assert PROJECT["tool"]["cibuildwheel"]["repair-wheel-command"].startswith(f"{{project}}/{script} repair ")
     assert f"run: {script} check dist/*\n" in (ROOT / ".github/workflows/wheels.yml").read_text()
     assert f"{script} ../dist" in (ROOT / ".ci/run").read_text()
+    assert f'CHECKOUT / "{script}"' in (ROOT / "tools/lab/prepare.py").read_text()
 
 
 def test_the_version_is_stated_once() -> None:

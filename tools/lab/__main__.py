@@ -2,14 +2,14 @@
 
     python tools/lab rdma|machines|arm|here [--quick] [CASE|CASE/PART ...]
 
-rdma: over Soft-RoCE (rdma_rxe), with UCX built with verbs. machines: two machines and a cable, TCP. arm: ARM64.
+rdma: over Soft-RoCE (rdma_rxe), with UCX built with verbs. machines: two machines and a cable, TCP. arm: AArch64.
 here: this machine, which may have hardware: the cases of rdma that need no second one, then tests/test_gpu.py.
 Prints what the parts of each case say, and how many went well; the exit status is 0 if all did. --quick: what suits CI.
 
 Needs root, Debian or Ubuntu on x86-64, and a Python in which this checkout is installed (pip install -e '.[test]').
 What is missing is fetched once: packages by apt-get; Debian's kernels, from LAB_MIRROR; UCX's source (LAB_UCX_SOURCE,
-an address or a file, of LAB_UCX_VERSION); for ARM64 packages and wheels. LAB_CACHE (~/.cache/trio_ucx_lab) keeps it.
-Where something is not to be had, the lab says what, and exits with 77.
+an address or a file, of LAB_UCX_VERSION); for AArch64 wheels, and what builds trio_ucx's. LAB_CACHE
+(~/.cache/trio_ucx_lab) keeps it. Where something is not to be had, the lab says what, and exits with 77.
 
 LAB_ACCELERATOR=kvm uses KVM. LAB_OUT=FOLDER keeps what guests wrote. LAB_MEMORY=3G is a guest's. LAB_ROUNDS, LAB_PYTEST
 and UCX_... are passed to the programs; UCX_TLS goes before a case's own. LAB_ADDRESS (127.0.0.1): where servers listen "here".
@@ -41,23 +41,19 @@ def prepared(name: str) -> machines.Ground:
         return machines.Ground("", Path(), Path(), sys.executable, {"PYTHONPATH": str(prepare.CHECKOUT)})
     if os.geteuid() != 0 or platform.machine() != "x86_64":
         raise prepare.NotAvailable("the lab needs root, whose files its guests read, on x86-64")
-    variables = {"HOME": "/root", "LANG": "C.UTF-8", "PYTHONFAULTHANDLER": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    prepare.install(*prepare.HOST)
+    variables = {"HOME": "/root", "LANG": "C.UTF-8", "PATH": PATH}
+    variables |= {"PYTHONFAULTHANDLER": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "/packages"}
+    prepare.install(*prepare.HOST, "qemu-system-arm" if name == "arm" else "qemu-system-x86")
     if name == "arm":
-        prepare.install("qemu-system-arm", "gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross")
-        variables |= {"PATH": f"/venv/bin:{PATH}", "PYTHONPATH": "/source"}
         boot = prepare.boot(name, "aarch64", *prepare.ARM_ROOT)
-        prepare.add_python(boot / "files")
-        return machines.Ground("aarch64", boot, boot / "files", "/venv/bin/python", variables)
-    prepare.install("qemu-system-x86")
+        prepare.add_wheel(boot / "files")
+        return machines.Ground("aarch64", boot, boot / "files", "/usr/bin/python3", variables)
     boot = prepare.boot(name, "x86_64", *(prepare.LAYER if name == "machines" else ()))
-    folder = prepare.CHECKOUT
+    prepare.run(sys.executable, "-m", "compileall", "-q", prepare.CHECKOUT / "trio_ucx")  # guests would take long
+    variables |= {"PATH": f"{Path(sys.executable).parent}:{PATH}", "PYTHONPATH": str(prepare.CHECKOUT)}
     if name == "rdma":
         prepare.install(*prepare.HOST_RDMA)
-        ucx = prepare.ucx_with_verbs()
-        folder = prepare.source_for(ucx)
-        variables |= {"LD_LIBRARY_PATH": f"{ucx}/lib", "TRIO_UCX_SYSTEM_UCX": "1"}
-    variables |= {"PATH": f"{Path(sys.executable).parent}:{PATH}", "PYTHONPATH": str(folder)}
+        variables |= {"LD_LIBRARY_PATH": f"{prepare.ucx_with_verbs()}/lib", "TRIO_UCX_SYSTEM_UCX": "1"}
     return machines.Ground("x86_64", boot, Path("/"), sys.executable, variables, name == "rdma")
 
 
@@ -78,7 +74,8 @@ def run_case(name: str, case: Case, parts: list[str], ground: machines.Ground) -
     out = Path(keep, name) if keep else Path(tempfile.mkdtemp(prefix="trio_ucx_lab."))
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(prepare.HERE / "cases", out / "cases")
-    variables = {key: value for key, value in os.environ.items() if re.match("UCX_|LAB_ROUNDS|LAB_PYTEST", key)}
+    shutil.copytree(prepare.CHECKOUT / "examples", out / "examples")
+    variables = {key: value for key, value in os.environ.items() if re.match("UCX_|LAB_(ROUNDS|QUICK|PYTEST)", key)}
     shared, run = "/mnt" if ground.processor else out, machines.Run(ground, out, case.guests, line)
     variables |= {"PYTHONPATH": f"{shared}/cases:{ground.variables['PYTHONPATH']}"}
     variables = {"UCX_TLS": case.tls, **variables} if case.tls else variables
@@ -101,7 +98,8 @@ def main() -> int:
     parser.add_argument("ground", choices=GROUNDS)
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--quick", action="store_true")
-    chosen = parser.parse_args()
+    chosen = parser.parse_intermixed_args()
+    os.environ |= {"LAB_QUICK": "1"} if chosen.quick else {}
     cases = GROUNDS[chosen.ground]
     wanted: dict[str, list[str]] = {}
     for word in chosen.cases or [name for name, case in cases.items() if case.quick or not chosen.quick]:

@@ -1,7 +1,8 @@
 """Emulated machines: boots one or two guests, shows what they print, and does to them what a program in them asks for.
 
-A program asks by a file ``host.*`` in the folder that it shares with the host: ``stop GUEST SECONDS`` or ``cable
-SECONDS``. A guest for which there is ``again.GUEST`` starts again when it has ended.
+A program asks by a file ``order.*`` in the folder that it shares with the host, with lines SECONDS GUEST COMMAND: in so
+many seconds the command goes to QEMU's monitor (``COMMANDS``). ``done.order.*`` or ``refused.order.*`` is the answer. A
+guest for which there is ``again.GUEST`` starts again when it has ended.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import shlex
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ EMULATORS = {
     "x86_64": ("qemu-system-x86_64", ["-cpu", "max"], "ttyS0"),
     "aarch64": ("qemu-system-aarch64", ["-M", "virt,gic-version=3", "-cpu", "neoverse-n1"], "ttyAMA0"),
 }
+COMMANDS = "stop|cont|set_link (?:cable|net) (?:on|off)"
 
 
 @attrs.frozen
@@ -50,14 +52,13 @@ class Run:
     lines: Callable[[int, str], None]
     _processes: dict[int, subprocess.Popen[bytes]] = attrs.Factory(dict)
     _read: dict[int, int] = attrs.Factory(dict)
-    _later: list[tuple[float, Callable[[], None]]] = attrs.Factory(list)
+    _orders: list[tuple[float, int, str]] = attrs.Factory(list)
 
     def run(self, command: list[str], variables: dict[str, str], ranks: int, seconds: float) -> list[int]:
         """Returns the exit status of each guest's program; 98 if the guest ended without one, or had to be ended."""
         variables = self.ground.variables | variables | {"GUESTS": str(self.guests), "RANKS": str(ranks)}
         settings = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
         settings += [f"rdma={'1' if self.ground.rdma else ''}", f"command=({shlex.join(command)})"]
-        settings += [f"now={time.time():.0f}" if self.ground.processor == "aarch64" else "now="]
         (self.out / "settings").write_text("\n".join(settings) + "\n")
         shutil.copy(HERE / "guest.sh", self.out)
         end = time.monotonic() + seconds
@@ -74,12 +75,11 @@ class Run:
                         if (self.out / f"again.{guest}").exists():
                             self._boot(guest)
         finally:
-            late = list(self._processes)
             for process in self._processes.values():
                 process.kill()
                 process.wait()
         self._follow()
-        return [98 if guest in late else self._status(guest) for guest in range(self.guests)]
+        return [self._status(guest) for guest in range(self.guests)]
 
     def here(self, command: list[str], variables: dict[str, str], ranks: int, seconds: float) -> list[int]:
         """Runs the ranks as processes of this machine."""
@@ -98,25 +98,27 @@ class Run:
         program, options, console = EMULATORS[self.ground.processor]
         accelerator = os.environ.get("LAB_ACCELERATOR", "tcg,thread=multi")
         kernel = f"console={console} quiet loglevel=5 panic=-1 mitigations=off net.ifnames=0 guest={guest}"
+        kernel += f" now={time.time():.0f}"  # not every machine has a clock
         if self.ground.processor == "x86_64" and accelerator.startswith("tcg"):
             kernel += f" no_timer_check tsc_early_khz={tsc_rate()} tsc=reliable"
         shares = {"root": self.ground.root, "layer": self.ground.boot / "files", "out": self.out}
-        mac = f"52:54:00:00:00:0{guest + 1}"
-        network = "user,id=net,restrict=on"
+        network = ["user,id=net,restrict=on"]
         if self.guests == 2:  # a cable: frames as datagrams between two Unix sockets
             ends = [self.out / f"cable.{end}" for end in (guest, 1 - guest)]
-            network = f"dgram,id=net,local.type=unix,local.path={ends[0]},remote.type=unix,remote.path={ends[1]}"
+            dgram = f"dgram,id=cable,local.type=unix,local.path={ends[0]},remote.type=unix,remote.path={ends[1]}"
+            network = [dgram, "hubport,id=far,hubid=0,netdev=cable", "hubport,id=net,hubid=0"]
         command = [program, "-accel", accelerator, *options, "-smp", "1" if self.guests == 2 else "2"]
         command += ["-m", os.environ.get("LAB_MEMORY", "3G"), "-nodefaults", "-display", "none", "-no-reboot"]
-        command += ["-serial", f"file:{self.out / f'console.{guest}'}", "-append", kernel]
+        command += ["-monitor", "stdio", "-serial", f"file:{self.out / f'console.{guest}'}", "-append", kernel]
         command += ["-kernel", str(self.ground.boot / "vmlinuz"), "-initrd", str(self.ground.boot / "initramfs")]
         for tag, path in shares.items():
             mode = "" if tag == "out" else ",readonly=on,multidevs=remap"
             command += ["-fsdev", f"local,id={tag},path={path},security_model=none{mode}"]
             command += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
-        command += ["-netdev", network, "-device", f"virtio-net-pci,netdev=net,mac={mac}"]
+        command += [word for netdev in network for word in ("-netdev", netdev)]
+        command += ["-device", f"virtio-net-pci,netdev=net,mac=52:54:00:00:00:0{guest + 1}"]
         with open(self.out / f"qemu.{guest}", "ab") as log:
-            self._processes[guest] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._processes[guest] = subprocess.Popen(command, 0, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
     def _follow(self) -> None:
         """Passes on the whole lines that the guests have printed."""
@@ -136,30 +138,20 @@ class Run:
                 self.lines(guest, f"{name}: {line}")
         return 98
 
-    # ---- what programs ask for ----
-
     def _obey(self) -> None:
-        for path in sorted(self.out.glob("host.*")):
-            self._do(path.read_text().split())
-            path.unlink()
-        due = [action for at, action in self._later if at <= time.monotonic()]
-        self._later = [(at, action) for at, action in self._later if at > time.monotonic()]
-        for action in due:
-            action()
-
-    def _do(self, words: list[str]) -> None:
-        end = time.monotonic() + float(words[-1])
-        if words[0] == "stop":
-            process = self._processes[int(words[1])]
-            process.send_signal(signal.SIGSTOP)
-            self._later.append((end, lambda: process.send_signal(signal.SIGCONT)))
-        else:
-            self._cut("cable", "cut")
-            self._later.append((end, lambda: self._cut("cut", "cable")))
-
-    def _cut(self, before: str, after: str) -> None:
-        for guest in range(self.guests):
-            (self.out / f"{before}.{guest}").rename(self.out / f"{after}.{guest}")
+        """Answers what programs ask for, and does what is due."""
+        now = time.monotonic()
+        for path in sorted(self.out.glob("order.*")):
+            orders = [re.fullmatch(rf"(\d+) (\d) ({COMMANDS})", line) for line in path.read_text().splitlines()]
+            known = [order for order in orders if order and int(order[2]) in self._processes]
+            if well := known == orders:
+                self._orders += [(now + int(order[1]), int(order[2]), order[3]) for order in known]
+            path.rename(self.out / f"{'done' if well else 'refused'}.{path.name}")
+        for at, guest, command in self._orders:
+            if at <= now and guest in self._processes:
+                with suppress(BrokenPipeError):
+                    self._processes[guest].stdin.write(f"{command}\n".encode())  # type: ignore[union-attr]
+        self._orders = [order for order in self._orders if order[0] > now]
 
 
 def tsc_rate() -> int:

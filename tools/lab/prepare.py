@@ -1,7 +1,8 @@
-"""Makes what guests need, once, in the lab's cache: kernels, UCX with verbs, trio_ucx, and a root for ARM64."""
+"""Makes what guests need, once, in the lab's cache: kernels, UCX with verbs, and a root for AArch64 with trio_ucx."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -22,12 +23,11 @@ RELEASE, KEYRING = "bookworm", "/usr/share/keyrings/debian-archive-keyring.gpg"
 DEBIAN = {"x86_64": "amd64", "aarch64": "arm64"}
 #: What the initramfs loads; the kernel finds everything else in the guest's /lib/modules.
 MODULES = ("virtio_pci", "virtio_net", "9pnet_virtio", "9p", "overlay", "crc32_generic", "crc32c_generic")
-# Packages: of this machine; below its files, in two guests; of the root of a guest with ARM64.
+# Packages: of this machine; below its files, in two guests; of the root of a guest with AArch64.
 HOST = ["mmdebstrap", "kmod", "cpio", "debian-archive-keyring"]
 HOST_RDMA = ["gcc", "g++", "make", "pkg-config", "iproute2", "libibverbs-dev", "librdmacm-dev", "ibverbs-providers"]
 LAYER = ["nftables", "openssh-server", "openssh-client", "openmpi-bin", "slurm-wlm", "munge"]
-ARM_ROOT = ["base-files", "bash", "dash", "mount", "util-linux", "python3-dev", "libstdc++6", "iproute2", "kmod"]
-WHEELS = ["trio>=0.29", "cffi>=1.16", "libucx-cu12>=1.21", "numpy>=1.24", "msgspec", "rich"]
+ARM_ROOT = ["base-files", "bash", "dash", "mount", "util-linux", "python3", "libstdc++6", "iproute2", "kmod"]
 
 
 class NotAvailable(Exception):
@@ -58,9 +58,6 @@ def once(folder: Path, recipe: str, make: Callable[[Path], object]) -> Path:
         make(folder)
         mark.write_text(recipe)
     return folder
-
-
-# ---- packages, and a kernel ----
 
 
 def install(*packages: str) -> None:
@@ -106,22 +103,20 @@ def boot(name: str, processor: str, *packages: str) -> Path:
     return once(CACHE / f"boot-{name}", f"{MODULES} {packages} {(HERE / 'init').read_text()}", make)
 
 
-# ---- UCX, and trio_ucx for it ----
-
-
 def ucx_with_verbs() -> Path:
     """Returns the folder in which UCX with InfiniBand transports is installed."""
 
     def make(folder: Path) -> None:
-        source, tarball = CACHE / "ucx-source", UCX_SOURCE
+        source = CACHE / "ucx-source"
         shutil.rmtree(source, ignore_errors=True)
         (source / "build").mkdir(parents=True)
-        if "://" in UCX_SOURCE:
-            try:
-                tarball, _ = urllib.request.urlretrieve(UCX_SOURCE, source / "tarball")
-            except OSError as error:
-                raise NotAvailable(f"UCX's source: {UCX_SOURCE}: {error}; LAB_UCX_SOURCE may name a file") from error
-        run("tar", "-x", "-f", tarball, "--strip-components", "1", "-C", source)
+        address = UCX_SOURCE if "://" in UCX_SOURCE else Path(UCX_SOURCE).resolve().as_uri()
+        try:
+            with urllib.request.urlopen(address, timeout=60) as reply:
+                (source / "tarball").write_bytes(reply.read())
+        except OSError as error:
+            raise NotAvailable(f"UCX's source: {UCX_SOURCE}: {error}; LAB_UCX_SOURCE may name a file") from error
+        run("tar", "-x", "-f", source / "tarball", "--strip-components", "1", "-C", source)
         options = "--with-verbs --with-rdmacm --without-java --without-go --without-cuda --without-rocm --enable-mt"
         configure = f"../contrib/configure-release --prefix={folder} --disable-doxygen-doc {options} CFLAGS='-g -O2'"
         run("sh", "-c", f"{configure} && nice make -s -j{os.cpu_count()} && make -s install", cwd=source / "build")
@@ -130,50 +125,20 @@ def ucx_with_verbs() -> Path:
     return once(CACHE / f"ucx-{UCX_VERSION}", "1", make)
 
 
-def source(folder: Path, *build: str | Path, **variables: str) -> Path:
-    """Makes the folder a copy of the checkout's files, as they are now; a command builds its module. Returns it."""
-    native = "git ls-files -z -co --exclude-standard trio_ucx/_native build_ffi.py | xargs -0 sha256sum"
-
-    def copy(folder: Path) -> None:
-        files = "git ls-files -z -co --exclude-standard | tar -c --null --files-from=-"
-        run("sh", "-c", f"{files} | tar -x -C '{folder}'", cwd=CHECKOUT)
+def add_wheel(root: Path) -> None:
+    """Installs the wheel that users of AArch64 get, and what it needs, in the folder /packages of a guest's root."""
 
     def make(folder: Path) -> None:
-        copy(folder)
         try:
-            run(*build, cwd=folder, TRIO_UCX_WERROR="1", **variables)
+            run(CHECKOUT / "tools/build_wheels.sh", CACHE / "dist", "aarch64", PYTHON=sys.executable)
         except NotAvailable as error:
-            raise SystemExit(f"lab: trio_ucx does not compile: {error}") from error
+            raise SystemExit(f"lab: no wheel for AArch64: {error}") from error
+        [wheel] = (CACHE / "dist").glob("*.whl")
+        options = [f"--platform=manylinux{version}_aarch64" for version in ("2014", "_2_17", "_2_28")]
+        options += ["--python-version=3.11", "--only-binary=:all:", f"--target={folder}"]
+        run(sys.executable, "-m", "pip", "install", "-q", *options, f"{wheel}[cli,rpc]", "numpy")
+        run("sh", "-c", f"{sys.executable} -m compileall -q {root}/usr/lib/python3.11 || true")  # a guest takes long
 
-    copy(once(folder, run("sh", "-c", native, cwd=CHECKOUT), make))
-    run(sys.executable, "-m", "compileall", "-q", folder / "trio_ucx")  # guests would take long
-    return folder
-
-
-def source_for(ucx: Path) -> Path:
-    """Returns a copy of the checkout with a module for this UCX."""
-    variables = {"PKG_CONFIG_PATH": f"{ucx}/lib/pkgconfig", "TRIO_UCX_SYSTEM_UCX": "1"}
-    return source(CACHE / f"source-{ucx.name}", sys.executable, "build_ffi.py", **variables)
-
-
-# ---- ARM64 ----
-
-
-def add_python(root: Path) -> None:
-    """Adds trio_ucx, in /source, and its environment, in /venv, to the root of an ARM64 guest."""
-
-    def make(venv: Path) -> None:
-        (venv / "bin").mkdir()
-        (venv / "bin/python").symlink_to("/usr/bin/python3.11")
-        (venv / "pyvenv.cfg").write_text("home = /usr/bin\nversion = 3.11\n")
-        run("sh", "-c", f"{sys.executable} -m compileall -q {root}/usr/lib/python3.11 || true")  # as for source()
-        options = [f"--platform=manylinux{version}_aarch64" for version in ("2014", "_2_17", "_2_24", "_2_28", "_2_34")]
-        options += [f"--abi={abi}" for abi in ("cp311", "abi3", "none")]
-        options += ["--python-version=3.11", "--implementation=cp", "--only-binary=:all:"]
-        target = venv / "lib/python3.11/site-packages"
-        run(sys.executable, "-m", "pip", "install", "-q", *options, f"--target={target}", *WHEELS)
-        (target / "trio_ucx-0.dist-info").mkdir()
-        (target / "trio_ucx-0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: trio_ucx\nVersion: 0\n")
-
-    once(root / "venv", f"1 {WHEELS}", make)
-    source(root / "source", sys.executable, HERE / "cross.py", root)
+    paths = sorted([*CHECKOUT.glob("*.*"), *CHECKOUT.glob("trio_ucx/**/*.*")])
+    sources = [path.read_bytes() for path in paths if path.suffix in {".py", ".c", ".h", ".toml"}]
+    once(root / "packages", hashlib.sha256(b"".join(sources)).hexdigest(), make)

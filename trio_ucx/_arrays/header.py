@@ -41,7 +41,7 @@ _PLAIN = re.compile(
     r"[<>|](?P<kind>[biufcSUV]|[mM])(?P<size>\d{1,9})(\[([1-9]\d{0,8})?[A-Za-z]{1,7}(/[1-9]\d{0,8})?\])?"
 )
 #: The largest floating point numbers, alone and in pairs. Longer ones, C's long double, have one name in numpy, but
-#: 80 bits on x86-64 and 128 on ARM64.
+#: 80 bits on x86-64 and 128 on AArch64.
 _LARGEST = {"f": 8, "c": 16}
 #: The size in bytes of elements that numpy does not have (names as of ml_dtypes).
 OTHERS = {

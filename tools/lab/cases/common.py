@@ -90,9 +90,24 @@ async def barrier(name: str, timeout: float = 300) -> None:
         await get(f"barrier.{name}.{1 - RANK}", timeout)
 
 
-async def ask_host(order: str) -> None:
-    """Asks the host for something: see machines.py."""
-    write(f"host.{RANK}.{time.monotonic_ns()}", order)
+#: Faults, and what QEMU's monitor is told: frames are lost, a guest's card has no carrier, a guest is suspended.
+FAULTS = {
+    "cable": ("set_link cable off", "set_link cable on"),
+    "carrier": ("set_link net off", "set_link net on"),
+    "stop": ("stop", "cont"),
+}
+
+
+async def ask_host(fault: str) -> None:
+    """Asks the host for a fault: "cable SECONDS", "carrier GUEST SECONDS" or "stop GUEST SECONDS"."""
+    name, *guest, seconds = fault.split()
+    begin, end = (f"{' '.join(guest) or 0} {command}" for command in FAULTS[name])
+    order = f"order.{RANK}.{time.monotonic_ns()}"
+    write(order, f"0 {begin}\n{seconds} {end}")
+    with trio.fail_after(20):
+        while not (OUT / f"done.{order}").exists():
+            assert not (OUT / f"refused.{order}").exists(), f"the host refuses: {fault}"
+            await trio.sleep(0.05)
 
 
 # ---- a connection between the ranks ----

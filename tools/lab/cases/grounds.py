@@ -56,6 +56,7 @@ GROUNDS: dict[str, dict[str, Case]] = {
         "features": Case("features.py", "tcp", guests=2, quick=True),
         "faults": Case("machines/faults.py", "tcp", guests=2, seconds=900),
         "power": Case("machines/power.py", "tcp", guests=2, seconds=900),
+        "documented": Case("machines/documented.py", guests=2),
         "firewall": Case("machines/firewall.py", guests=2, seconds=900),
         "groups": Case("machines/groups.py", guests=2, seconds=1500),
     },

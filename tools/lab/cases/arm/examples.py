@@ -9,11 +9,9 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from common import main, part, run_shell
+from common import OUT, main, part, run_shell
 
-import trio_ucx
-
-EXAMPLES = Path(trio_ucx.__file__).parents[1] / "examples"
+EXAMPLES = OUT / "examples"
 
 
 def call(*words: str) -> None:

@@ -9,7 +9,7 @@ from common import connected, echo, main, part
 
 from trio_ucx import ucp
 
-ROUNDS = int(os.environ.get("LAB_ROUNDS", "1000"))
+ROUNDS = int(os.environ.get("LAB_ROUNDS", "200" if "LAB_QUICK" in os.environ else "1000"))
 
 
 @part
