@@ -13,7 +13,7 @@ from typing import Any
 
 import trio
 
-#: Seconds within which a cancelled operation returns, besides the noise that was measured. (Emulated machines take more.)
+#: Seconds within which a cancelled operation returns, besides the noise that was measured; emulated machines need more.
 PROMPT = float(os.environ.get("TRIO_UCX_TEST_PROMPT", "0.1"))
 
 

@@ -12,7 +12,8 @@ an address or a file, of LAB_UCX_VERSION); for AArch64 wheels, and what builds t
 (~/.cache/trio_ucx_lab) keeps it. Where something is not to be had, the lab says what, and exits with 77.
 
 LAB_ACCELERATOR=kvm uses KVM. LAB_OUT=FOLDER keeps what guests wrote. LAB_MEMORY=3G is a guest's. LAB_ROUNDS, LAB_PYTEST
-and UCX_... are passed to the programs; UCX_TLS goes before a case's own. LAB_ADDRESS (127.0.0.1): where servers listen "here".
+and UCX_... are passed to the programs; UCX_TLS goes before a case's own. LAB_ADDRESS (127.0.0.1): where servers listen
+"here".
 """
 
 from __future__ import annotations
