@@ -41,7 +41,7 @@ async def this_machine():
 
 @part
 async def host_and_report():
-    for theirs, outcome in ("rc", "ok: 8 bytes in "), ("ud", "problem: not tried: "), ("tcp", "problem: not tried: "):
+    for theirs, outcome in ("rc", "ok: 8 bytes in "), ("ud", "problem: not tried: "):
         command = [*COMMAND, "check", "--listen", "0.0.0.0:0", "--json"]
         with subprocess.Popen(command, env=environment(theirs), stdout=subprocess.PIPE, text=True) as listener:
             address = json.loads(await trio.to_thread.run_sync(listener.stdout.readline))["listening"]
@@ -58,4 +58,4 @@ async def perf():
     assert "transports: rc_" in text and text.count(" TCP ") >= 2, text
 
 
-main(timeout=300)
+main(timeout=500)
