@@ -62,7 +62,8 @@ def restrict(options: Mapping[str, str]) -> dict[str, str]:
         OptionError: UCX is too old, and an option names only RDMA.
     """
     wanted = [each.strip() for each in options.get("TLS", "").split(",")]
-    devices = options.get("NET_DEVICES", "all").split(",")
+    value = options.get("NET_DEVICES", "all")
+    devices = [] if value.startswith("^") else value.split(",")
     names_transports = wanted != [""] and not wanted[0].startswith("^")
     named = "all" in wanted or any(map(_is_transport, wanted)) if names_transports else any(map(_is_device, devices))
     if named and WORKS:
@@ -87,13 +88,13 @@ def _is_transport(word: str) -> bool:
 
 def _is_device(name: str) -> bool:
     """True if a word of NET_DEVICES names an RDMA device, with its port (``mlx5_0:1``) or without."""
-    return not name.startswith("^") and (":" in name or bool(name.strip() and (DEVICES / name.strip()).exists()))
+    return ":" in name or bool(name.strip() and (DEVICES / name.strip()).exists())
 
 
 def _others(option: str, words: list[str], is_rdma: Callable[[str], bool]) -> dict[str, str]:
     """Returns the option without what is RDMA's; nothing if that changes nothing."""
     kept = [each for each in words if not is_rdma(each)]
-    if not kept:
+    if words and not kept:
         raise OptionError(f"UCX's option {option}={','.join(words)} names only RDMA: {TOO_OLD}")
     return {option: ",".join(kept)} if kept != words else {}
 
