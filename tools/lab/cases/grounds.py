@@ -46,7 +46,7 @@ GROUNDS: dict[str, dict[str, Case]] = {
         "suite-default": Case("rdma/suite.py", "all", ranks=1, seconds=7200),
         "combinations": Case("rdma/combinations.py", "rc", ranks=1),
         "pinned": Case("rdma/pinned.py", "rc", ranks=1),
-        "strangers": Case("rdma/strangers.py", "rc", ranks=1, seconds=900),
+        "strangers": Case("rdma/strangers.py", "rc", ranks=1, seconds=1200),
         "wakeups-rc": Case("rdma/wakeups.py", "rc", seconds=1500, quick=True),
         "wakeups-ud": Case("rdma/wakeups.py", "ud", seconds=1500, quick=True),
         "wakeups-tcp": Case("rdma/wakeups.py", "tcp", seconds=1500),
