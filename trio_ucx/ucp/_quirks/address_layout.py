@@ -37,6 +37,7 @@ Releases: all, 1.13 to 1.22. Not needed any more when UCX tells the transports a
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Collection
 
 import attrs
@@ -200,6 +201,15 @@ def with_tcp_at(blob: bytes, hosts: Collection[str]) -> bytes | None:
     if not any(host in hosts for host, _ in parse_worker_address(blob).tcp_addresses):
         return None
     return _with(blob, lambda device: all(host in hosts for host, _ in device.tcp_addresses))
+
+
+def only_connecting(info: str) -> frozenset[str]:
+    """Returns the transports that serve only to connect others, as UD does with ``TLS=rc``, or TCP with ``tcp:aux``.
+
+    Args:
+        info: UCX's description of a context.
+    """
+    return frozenset(re.findall(r"flags a. (\w+)/", info)) & {*CONNECTING}
 
 
 def without_devices(blob: bytes, having: Collection[str], but_not: Collection[str | None]) -> bytes | None:
