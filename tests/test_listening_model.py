@@ -1,0 +1,137 @@
+"""All orders in which three tasks, a progress task, UCX and a timer can meet (``listening_model.py``), and planted
+faults, among them those that a first attempt had.
+"""
+
+from __future__ import annotations
+
+import pytest
+from listening_model import IDLE, LEADS, LISTENS, LOOKS, PARKED, RUNS, SUSPENDED, Worker
+
+
+class Wrong(AssertionError):
+    """Somebody is owed a wake-up, or two listen."""
+
+
+def check(worker: Worker) -> None:
+    """What holds always, and when everybody sleeps."""
+    if worker.leader is not None and worker.progress_task == LISTENS:
+        raise Wrong("two tasks wait for the descriptor")
+    if worker.tasks.count(LEADS) > 1:
+        raise Wrong("two tasks lead")
+    if any(worker.must()):
+        return
+    listens = worker.armed and (worker.leader is not None or worker.progress_task == LISTENS)
+    for doing, pending, queued in zip(worker.tasks, worker.pending, worker.queued, strict=True):
+        if doing in (LEADS, PARKED):
+            if pending or queued:
+                raise Wrong("a message is there for a task that sleeps")
+            if not listens:
+                raise Wrong("a task waits, and nobody listens")
+    if not (worker.timer or listens):
+        raise Wrong("nobody will ever look")
+
+
+def explore(worker: Worker) -> int:
+    """Checks all states that can be reached; returns how many."""
+    seen, todo = {worker.key()}, [worker]
+    while todo:
+        before = todo.pop()
+        for step in [*before.must(), *before.may()]:
+            after = before.after(*step)
+            if after.key() not in seen:
+                check(after)
+                seen.add(after.key())
+                todo.append(after)
+    return len(seen)
+
+
+def explore_all(make: type[Worker]) -> int:
+    """Small worlds: messages, starts of waits, polls, cancellations, refusals to be armed, events that get lost."""
+    worlds = [
+        ([1, 1, 0], 3, 0, 1, 0, 0),
+        ([1, 1, 1], 3, 0, 1, 1, 0),
+        ([2, 1, 0], 4, 2, 0, 0, 0),
+        ([1, 1, 0], 3, 2, 1, 1, 0),
+        ([1, 1, 0], 3, 0, 1, 0, 2),
+    ]
+    return sum(explore(make([IDLE] * 3, *world)) for world in worlds)
+
+
+def test_all_orders() -> None:
+    assert explore_all(Worker) > 10_000
+
+
+class NobodyAfterTheLeader(Worker):
+    """A leader that is cancelled goes, and nobody listens."""
+
+    def cancelled(self, task: int) -> None:
+        self.tasks[task] = IDLE
+
+
+class LooksAlways(Worker):
+    """A task that looks takes events from whoever listens."""
+
+    def look(self, task: int) -> None:
+        if not self.free and not self.queued[task]:
+            self.progress()
+        super().look(task)
+
+
+class ParksWithoutALook(Worker):
+    """A message that came between the last look and the token is not seen."""
+
+    def look(self, task: int) -> None:
+        if self.tasks[task] == LOOKS and not self.free:
+            self.tasks[task] = PARKED
+        else:
+            super().look(task)
+
+
+class ForgetsTheLeader(Worker):
+    """A task that goes on makes the progress task listen, whoever else does."""
+
+    def go_on(self) -> None:
+        if PARKED in self.tasks:
+            self.serve()
+        else:
+            super().go_on()
+
+
+class ArmsBlindly(Worker):
+    """Events that came right before arming are lost."""
+
+    def progress_after_arming(self) -> None:
+        pass
+
+
+class HasNoTimer(Worker):
+    def go_on(self) -> None:
+        super().go_on()
+        self.timer = False
+
+
+class LeadsBesideOthers(Worker):
+    """A leader whose message has come goes, though others wait."""
+
+    def serve(self) -> None:
+        if self.progress_task == SUSPENDED and not self.timer:
+            self.timer = True
+        else:
+            self.progress_task = RUNS
+
+
+FAULTS = [
+    NobodyAfterTheLeader,
+    LooksAlways,
+    ParksWithoutALook,
+    ForgetsTheLeader,
+    ArmsBlindly,
+    HasNoTimer,
+    LeadsBesideOthers,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault: type[Worker]) -> None:
+    with pytest.raises(Wrong):
+        explore_all(fault)
