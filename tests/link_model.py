@@ -1,18 +1,18 @@
 """A model of the small messages of one connection: credit, tag queues, and tasks that wait. Pure.
 
 It is the specification of ``link.c`` (to come), and speaks the frames of today's library. *Wake, then take*: a message
-stays in its queue until a task takes it. A task that has to wait leaves a *token*; a message only makes its token
-*due*, and the task, when it runs, takes the message. So nothing is handed over: a task that is cancelled instead leaves
-its message to the next one.
+stays in its queue until a task takes it. A task that has to wait queues a *token*; a message only makes the token
+*due*, which wakes the task, and the task takes the message when it runs. So nothing is handed over: if the task is
+cancelled instead, the next one gets its message.
 
-* In each queue, the token in place n is due if there are more than n messages, and takes message n when it runs, even
-  if it runs before the tokens in front of it. (Trio runs tasks that are due in any order.) So messages go to receives
-  in the order in which these began. A receive without a token takes the first message behind those that tokens have.
-* A token may be in several queues. It leaves all of them when it takes a message.
-* A send without credit waits. When it is due, its cost is *reserved*, and given back if its task leaves. Only the first
-  send of a queue can be due, so the messages of a queue stay in order.
-* A message gets its number when it is sent, not when its cost is reserved: an ADMIT says which messages had arrived,
-  and would be taken for void if one of that queue was numbered, and never sent.
+* In each queue, the token at index n (from 0) is due if there are more than n messages. Its task takes message n, even
+  if it runs before the tasks of the tokens in front. (Trio runs woken tasks in any order.) So messages go to receives
+  in the order in which these began. A receive without a token takes the first message that no token is to take.
+* A token may be in several queues. It is removed from all of them when its task takes a message.
+* A send without credit waits. When its token is due, its cost is *reserved*, and given back if its task is cancelled.
+  Only the first send of a queue can be due, so the messages of a queue stay in order.
+* A message gets its number when it is sent, not when its cost is reserved. An ADMIT names the last message that had
+  arrived; if a number of that queue was never sent, the sender would ignore it for ever.
 """
 
 from __future__ import annotations

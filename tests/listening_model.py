@@ -2,17 +2,18 @@
 
 It is the specification of three states that are to replace ``ucp/_engine/arming.py``:
 
-``LED``     one task waits for a message, and for the descriptor itself: an event wakes it, and nobody else
-``SERVED``  the progress task waits for the descriptor: several tasks wait, or nobody has come back for a while
-``FREE``    nobody does: a task has found what it waited for, and will most probably come back; else a timer ends it
+``LED``     one task, the *leader*, waits for its message and for the descriptor itself: an event wakes only that task
+``SERVED``  the progress task waits for the descriptor: several tasks wait, or none has waited for a while
+``FREE``    nobody waits for it: a task has just taken its message, and will probably wait again; a timer ends the state
 
-UCX announces events by the descriptor only while it is *armed*, and any progress disarms it. So:
+Who waits for the descriptor *listens*. UCX announces events there only while the worker is *armed*, and any progress
+disarms it. So:
 
-* Whoever progresses an armed worker, arms it again, or lets the progress task run. A task that looks, or polls, does
-  neither: it progresses only while the worker is ``FREE``.
+* Progress on an armed worker must be followed by arming, or by running the progress task. A task that looks or polls
+  does neither: it progresses only while the worker is ``FREE``.
 * A task that finds nothing leads if the worker is ``FREE`` and UCX can be armed; if UCX is busy, it tries again after a
-  schedule point. Otherwise it leaves a token, and parks: whoever listens makes the token *due*.
-* The leader leaves by its message, or is cancelled. Then the progress task listens if anybody waits; else the worker is
+  schedule point. Otherwise it queues a *token*, and parks: whoever listens makes the token *due*, which wakes the task.
+* The leader gets its message, or is cancelled. Then the progress task listens if anybody waits; else the worker is
   ``FREE``.
 * The progress task goes on while somebody waits whose token is not due; else the worker is ``FREE``.
 * ``FREE`` ends by the timer: the progress task listens.

@@ -154,7 +154,7 @@ def test_with_tcp_at_some_hosts(version: int) -> None:
 
 def test_devices_over_which_ucx_would_crash() -> None:
     some, only = some_worker(), frozenset({"ud_verbs"})
-    rc, both = (some._changed(ucx=RC_AND_TCP, only_connecting=each) for each in (only, frozenset()))
+    rc, both = (some._changed(ucx=RC_AND_TCP, auxiliary=each) for each in (only, frozenset()))
     ud = some._changed(ucx=UD_AND_TCP)
     for ours, theirs, left in (rc, ud, {"tcp"}), (ud, rc, {"tcp"}), (rc, both, {"tcp", "rc_verbs", "ud_verbs"}):
         assert parse_worker_address(common_part(ours, theirs, theirs.ucx)).transports == left

@@ -276,7 +276,7 @@ def test_why_there_is_no_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(devices, "lockable_memory", lambda: -1)
     assert "UCX does not use mlx5_0" in found()
     rdma = [("rc_mlx5", "mlx5_0:1")]
-    assert "nothing chooses rc_mlx5/mlx5_0:1" in devices.check_rdma([*TCP, *rdma], TCP, tmp_path).found
+    assert "nothing names rc_mlx5/mlx5_0:1" in devices.check_rdma([*TCP, *rdma], TCP, tmp_path).found
     assert devices.check_rdma(rdma, rdma, tmp_path).state == "ok"
     monkeypatch.setattr(devices, "lockable_memory", lambda: 8 << 20)
     assert devices.check_rdma(rdma, rdma, tmp_path).state == "warning"

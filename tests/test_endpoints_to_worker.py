@@ -361,7 +361,7 @@ class Node:
         self.obstacles: list[Status | None] = []
         self.engine: Any = SimpleNamespace(
             endpoints_by_worker=self.endpoints_by_worker,
-            identity=SimpleNamespace(address=SimpleNamespace(uid=uid, only_connecting=frozenset())),
+            identity=SimpleNamespace(address=SimpleNamespace(uid=uid, auxiliary=frozenset())),
             key_gate=SimpleNamespace(let_in_by_address=lambda address: None),
             handle=self,
         )
@@ -374,7 +374,7 @@ class Node:
 
     def address(self, shared_memory: bool) -> Any:
         ucx = bytes([shared_memory]) + self.uid.to_bytes(8, "little")
-        return SimpleNamespace(uid=self.uid, ucx=ucx, process=None, tcp_addresses=(), only_connecting=frozenset())
+        return SimpleNamespace(uid=self.uid, ucx=ucx, process=None, tcp_addresses=(), auxiliary=frozenset())
 
     def close_idle(self) -> None:
         """The safety net."""

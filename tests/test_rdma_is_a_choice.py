@@ -84,8 +84,8 @@ def test_nobody_loses_it_in_silence(
         rdma.restrict(options)
     [record] = caplog.records
     assert (record.name, record.levelname) == ("trio_ucx", "WARNING")
-    assert record.message.startswith("UCX does without RDMA (mlx5_0:1): whoever reaches these devices could take over")
-    assert "UCX_TLS=all" in record.message and "UCX_NET_DEVICES=mlx5_0:1" in record.message
+    assert record.message.startswith("UCX does without RDMA (mlx5_0:1): with UCX_TLS=all, whoever reaches these")
+    assert "UCX_TLS=rc_mlx5,tcp,sm,self" in record.message and "UCX_TLS=^ib" in record.message
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_an_old_ucx_does_without_it(
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert record.message.startswith(
-        "UCX does without RDMA (mlx5_0:1): trio_ucx uses it with UCX 1.19 or newer, and this"
+        "UCX does without RDMA (mlx5_0:1): trio_ucx needs UCX 1.19 or newer for it, and this"
     )
 
 
@@ -148,7 +148,7 @@ def test_an_old_ucx_without_rdma(
 )
 def test_an_old_ucx_has_nothing_else(config: Mapping[str, str], text: str, too_old: None) -> None:
     with pytest.raises(
-        ValueError, match=f"^UCX's option {text} names only RDMA: trio_ucx uses it with UCX 1.19 or newer"
+        ValueError, match=f"^UCX's option {text} names only RDMA: trio_ucx needs UCX 1.19 or newer for it"
     ):
         with ucp.open_context(config):
             pass

@@ -1,4 +1,4 @@
-"""Runs trio_ucx on ground that this machine is not, in emulated machines with kernels of their own.
+"""Runs trio_ucx in emulated machines (guests) with kernels of their own, on ground that this machine does not offer.
 
     python tools/lab rdma|machines|arm|here [--quick] [CASE|CASE/PART ...]
 
@@ -6,14 +6,13 @@ rdma: over Soft-RoCE (rdma_rxe), with UCX built with verbs. machines: two machin
 here: this machine, which may have hardware: the cases of rdma that need no second one, then tests/test_gpu.py.
 Prints what the parts of each case say, and how many went well; the exit status is 0 if all did. --quick: what suits CI.
 
-Needs root, Debian or Ubuntu on x86-64, and a Python in which this checkout is installed (pip install -e '.[test]').
-What is missing is fetched once: packages by apt-get; Debian's kernels, from LAB_MIRROR; UCX's source (LAB_UCX_SOURCE,
-an address or a file, of LAB_UCX_VERSION); for AArch64 wheels, and what builds trio_ucx's. LAB_CACHE
+It needs a Python in which this checkout is installed (pip install -e '.[test]'); all but here also root, and Debian or
+Ubuntu on x86-64. What is missing is fetched once: packages by apt-get; Debian's kernels, from LAB_MIRROR; UCX's source
+(LAB_UCX_SOURCE, an address or a file, of LAB_UCX_VERSION); for arm, what builds trio_ucx's wheel. LAB_CACHE
 (~/.cache/trio_ucx_lab) keeps it. Where something is not to be had, the lab says what, and exits with 77.
 
-LAB_ACCELERATOR=kvm uses KVM. LAB_OUT=FOLDER keeps what guests wrote. LAB_MEMORY=3G is a guest's. LAB_ROUNDS, LAB_PYTEST
-and UCX_... are passed to the programs; UCX_TLS goes before a case's own. LAB_ADDRESS (127.0.0.1): where servers listen
-"here".
+LAB_ACCELERATOR=kvm uses KVM. LAB_OUT=FOLDER keeps what guests wrote. LAB_MEMORY=3G is for each guest. The programs get
+LAB_ROUNDS, LAB_PYTEST and UCX_...; UCX_TLS overrides a case's own. LAB_ADDRESS (127.0.0.1): where those of here listen.
 """
 
 from __future__ import annotations

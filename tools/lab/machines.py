@@ -1,8 +1,8 @@
-"""Emulated machines: boots one or two guests, shows what they print, and does to them what a program in them asks for.
+"""Emulated machines: boots one or two guests, shows what they print, and stops them or their cable when a guest asks.
 
 A program asks by a file ``order.*`` in the folder that it shares with the host, with lines SECONDS GUEST COMMAND: in so
-many seconds the command goes to QEMU's monitor (``COMMANDS``). ``done.order.*`` or ``refused.order.*`` is the answer. A
-guest for which there is ``again.GUEST`` starts again when it has ended.
+many seconds the command goes to QEMU's monitor (``COMMANDS``). The answer is ``done.order.*`` (accepted) or
+``refused.order.*``. A guest for which there is ``again.GUEST`` starts again when it has ended.
 """
 
 from __future__ import annotations

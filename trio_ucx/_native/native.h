@@ -95,8 +95,8 @@
  *     test_ucx_properties.py: test_ud_does_not_put_by_hardware
  *   - After a flush, what was put is in the memory before a later message arrives: the peer's device has acknowledged it.
  *     test_notifications.py
- *   - UCX forgets its registration of memory once it has heard that this is unmapped (libucm's hooks; ucm_vm_munmap), and
- *     looks, as in ucp_mem_map (ucs_rcache_create_region): tu_memory_unmap. test_like_rdma.py:
+ *   - UCX forgets its registration of memory once it is told that the memory is unmapped (libucm's hooks; ucm_vm_munmap),
+ *     and next searches its cache, as in ucp_mem_map (ucs_rcache_create_region): tu_memory_unmap. test_like_rdma.py:
  *     test_no_registration_outlives_its_memory; over RDMA test_closed_memory.py: test_by_hardware, and the lab's pinned.py
  *
  *   Addresses, endpoints, libraries

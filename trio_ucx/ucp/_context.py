@@ -23,7 +23,7 @@ from ._memory.buffers import Contiguous
 from ._memory.registered import Access, Memory, allocate, register
 from ._quirks import descriptors, forks, option_limits, rdma, sandboxes, shared_memory
 from ._quirks import log as ucx_log
-from ._quirks.address_layout import only_connecting
+from ._quirks.address_layout import auxiliary
 from ._quirks.default_options import DEFAULT_OPTIONS
 from ._quirks.forks import Birth
 from ._quirks.network_devices import Places, active_addresses
@@ -63,7 +63,7 @@ class Context(metaclass=OpenedNotConstructed):
     #: How many file descriptors one of its workers needs.
     _descriptors_per_worker: int
     #: The transports that serve only to connect others, as UD does with ``TLS=rc``, or TCP with ``tcp:aux``.
-    _only_connecting: frozenset[str]
+    _auxiliary: frozenset[str]
     #: Its workers that were not destroyed, and what closes each that belongs to this thread and process.
     _workers: dict[Any, Callable[[], None]] = attrs.field(factory=dict)
     #: Destroy closed workers that could not be destroyed at once; False: it is not possible yet.
@@ -128,7 +128,7 @@ class Context(metaclass=OpenedNotConstructed):
             handle=handle,
             places=places,
             descriptors_per_worker=descriptors.for_worker(info),
-            only_connecting=only_connecting(info),
+            auxiliary=auxiliary(info),
         )
         _live_contexts.add(context)
         return context

@@ -75,7 +75,7 @@ def check_without_shared_memory(ours: WorkerAddress, theirs: WorkerAddress, obst
             f"shared memory cannot be used ({obstacle}), and UCX of process {lacking.process.pid} has no other "
             f"transport: {advice}"
         )
-    here, there = (_usable(side.only_connecting, side.network) for side in (ours, theirs))
+    here, there = (_usable(side.auxiliary, side.network) for side in (ours, theirs))
     if not (here & there or None in here | there):
         raise ValueError(
             f"the two sides have no transport in common: UCX of process {ours.process.pid} uses {_names(here)}, and of "
@@ -86,10 +86,10 @@ def check_without_shared_memory(ours: WorkerAddress, theirs: WorkerAddress, obst
 
 
 @lru_cache(maxsize=16)
-def _usable(only_connecting: frozenset[str], blob: bytes) -> frozenset[str | None]:
+def _usable(auxiliary: frozenset[str], blob: bytes) -> frozenset[str | None]:
     """The transports of a worker that do not only connect others; None stands for those that are not known."""
     try:
-        return frozenset(parse_worker_address(blob).transports - only_connecting)
+        return frozenset(parse_worker_address(blob).transports - auxiliary)
     except ValueError:
         return frozenset({None})
 
@@ -100,10 +100,10 @@ def common_part(ours: WorkerAddress, theirs: WorkerAddress, blob: bytes) -> byte
     With TLS=rc, UD serves only to connect. A peer that has UD, but not RC, would send messages over it, and UCX crashes
     (``ucp_ep_set_lanes_failed``).
     """
-    differing = ours.only_connecting ^ theirs.only_connecting
-    if not differing or None in (there := _usable(theirs.only_connecting, blob)):
+    differing = ours.auxiliary ^ theirs.auxiliary
+    if not differing or None in (there := _usable(theirs.auxiliary, blob)):
         return blob
-    return without_devices(blob, differing, _usable(ours.only_connecting, ours.ucx) & there) or blob
+    return without_devices(blob, differing, _usable(ours.auxiliary, ours.ucx) & there) or blob
 
 
 def _names(transports: frozenset[str | None]) -> str:

@@ -17,7 +17,7 @@ from .._util.fields import Field, Layout
 from .._util.process import MAX_PID, NOBODY, Host, Process
 from ._features import Feature
 from ._keys import KEY_SIZE
-from ._quirks.address_layout import CONNECTING, SHARED_MEMORY, check_version, read_uid
+from ._quirks.address_layout import AUXILIARY, SHARED_MEMORY, check_version, read_uid
 from ._quirks.option_limits import AGREED, Sizes
 
 #: The shortest of UCX's addresses, which has a header and the uid, and the longest.
@@ -44,7 +44,7 @@ LAYOUT = Layout(
     Field("UCX's minor version", "B"),
     Field("error handling", "B", 0, 1),
     Field("the kinds of shared memory", "B", 0, 2 ** len(SHARED_MEMORY) - 1),
-    Field("the transports that only connect", "B", 0, 2 ** len(CONNECTING) - 1),
+    Field("the transports that only connect", "B", 0, 2 ** len(AUXILIARY) - 1),
     Field("the features", "I"),
     *(Field(f"UCX's option {option}", "I") for option in AGREED),
     Field("the length of UCX's address", "I", MIN_ADDRESS, MAX_ADDRESS),
@@ -96,7 +96,7 @@ class WorkerAddress:
     #: The kinds of shared memory in UCX's address.
     shared_memory_kinds: frozenset[str] = frozenset()
     #: The transports in UCX's address that serve only to connect others, as UD does with ``TLS=rc``.
-    only_connecting: frozenset[str] = frozenset()
+    auxiliary: frozenset[str] = frozenset()
     #: The sizes of its segments and queues, which must be the same here.
     sizes: Sizes = ()
     #: Where its TCP transport listens.
@@ -213,7 +213,7 @@ def _encode(address: WorkerAddress) -> bytes:
             *address.release,
             address.shared_memory,
             _bits(SHARED_MEMORY, address.shared_memory_kinds),
-            _bits(CONNECTING, address.only_connecting),
+            _bits(AUXILIARY, address.auxiliary),
             address.features,
             *(address.sizes or [0] * len(AGREED)),
             len(address.ucx),
@@ -273,7 +273,7 @@ def _decode(data: bytes) -> dict[str, Any]:
         "release": (major, minor),
         "shared_memory": bool(shared_memory),
         "shared_memory_kinds": _named(SHARED_MEMORY, kinds),
-        "only_connecting": _named(CONNECTING, connecting),
+        "auxiliary": _named(AUXILIARY, connecting),
         "features": Feature(features),
         "sizes": sizes if (major, minor) != (0, 0) else (),
         "tcp_addresses": tuple(

@@ -20,7 +20,7 @@ _LOCKED = 64 << 20
 _MEMLOCK = "raise RLIMIT_MEMLOCK (ulimit -l unlimited, LimitMEMLOCK=infinity, docker run --ulimit memlock=-1)"
 _CABLE = "connect the cable; InfiniBand also needs a subnet manager in the network"
 _VERBS = "in a container: docker run --device=/dev/infiniband, a device plugin; elsewhere: modprobe ib_uverbs"
-_CHOICE = "set UCX_TLS=all to use it; whoever is in its network can then take over this process"
+_CHOICE = "see docs/operation/rdma.md: with UCX_TLS=all, say, whoever is in its network can take over this process"
 _WHEEL = ", and this UCX no InfiniBand transports"
 _SYSTEM_UCX = "install the UCX of the distribution, DOCA or MOFED, and set TRIO_UCX_SYSTEM_UCX=1"
 _RDMA_CORE = "install rdma-core (Debian: libibverbs1 and ibverbs-providers)"
@@ -47,7 +47,7 @@ def check_rdma(present: Resources, enabled: Resources, root: Path = Path("/")) -
     may_open = any(os.access(node, os.R_OK | os.W_OK) for node in verbs)
     return first_of(
         "InfiniBand",
-        (unused, f"none: it is a choice (UCX_TLS, UCX_NET_DEVICES, config=), and nothing chooses {unused}", _CHOICE),
+        (unused, f"none: it is a choice (UCX_TLS, UCX_NET_DEVICES, config=), and nothing names {unused}", _CHOICE),
         (not names, f"none: the kernel has no RDMA device{_WHEEL * (not rdma.has_module('ib'))}", None),
         (not rdma.WORKS, f"none: {rdma.TOO_OLD}", "install a newer UCX"),
         ("ACTIVE" not in ports, f"none: no port of {names} is active ({ports})", _CABLE),

@@ -76,7 +76,7 @@ class Identity:
                 release=(ucx.version[0], ucx.version[1]),
                 shared_memory=context._shared_memory_handles_errors,
                 shared_memory_kinds=parsed.shared_memory,
-                only_connecting=context._only_connecting,
+                auxiliary=context._auxiliary,
                 features=context.features,
                 sizes=context._agreed_sizes,
                 tcp_addresses=parsed.tcp_addresses,

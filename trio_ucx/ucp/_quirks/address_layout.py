@@ -53,7 +53,7 @@ PADDING = bytes(4096)
 #: The transports that are shared memory, by UCX's names. A worker receives over each of them from one queue.
 SHARED_MEMORY = ("sysv", "posix", "xpmem")
 #: The transports that may serve only to connect others. An address does not say so; ``ucp_context_print_info`` does.
-CONNECTING = ("ud_verbs", "ud_mlx5", "tcp")
+AUXILIARY = ("ud_verbs", "ud_mlx5", "tcp")
 #: Transports that do not leave the host.
 _WITHIN_HOST = frozenset({*SHARED_MEMORY, "self", "cma", "knem"})
 
@@ -203,13 +203,13 @@ def with_tcp_at(blob: bytes, hosts: Collection[str]) -> bytes | None:
     return _with(blob, lambda device: all(host in hosts for host, _ in device.tcp_addresses))
 
 
-def only_connecting(info: str) -> frozenset[str]:
+def auxiliary(info: str) -> frozenset[str]:
     """Returns the transports that serve only to connect others, as UD does with ``TLS=rc``, or TCP with ``tcp:aux``.
 
     Args:
         info: UCX's description of a context.
     """
-    return frozenset(re.findall(r"flags a. (\w+)/", info)) & {*CONNECTING}
+    return frozenset(re.findall(r"flags a. (\w+)/", info)) & {*AUXILIARY}
 
 
 def without_devices(blob: bytes, having: Collection[str], but_not: Collection[str | None]) -> bytes | None:

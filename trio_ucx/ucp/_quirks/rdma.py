@@ -1,7 +1,7 @@
-"""Leaves RDMA out, unless the program or the environment names it.
+"""Leaves RDMA out, unless it is named, and UCX is 1.19 or newer.
 
-RDMA has no gate: whoever reaches a device reaches the worker, without a key (``key_gate.py`` is for TCP). So RDMA is a
-choice. UCX itself uses it wherever it has it.
+RDMA has no key gate: over UD, whoever reaches a device can reach the worker without a key (``key_gate.py`` is for TCP).
+So RDMA is a choice. UCX itself uses it wherever it has it.
 
 =====================================  =============================================
 The options TLS and NET_DEVICES        RDMA
@@ -41,7 +41,7 @@ TRANSPORTS = ("ib", "rc", "ud", "dc", "srd", "gga")
 
 #: Whether this UCX gets through over RDMA; what users of another one are told.
 WORKS = ucx.version >= (1, 19)
-TOO_OLD = f"trio_ucx uses it with UCX 1.19 or newer, and this is {ucx.release}"
+TOO_OLD = f"trio_ucx needs UCX 1.19 or newer for it, and this is {ucx.release}"
 
 DEVICES = Path("/sys/class/infiniband")
 #: The options that leave RDMA out, where there are no others.
@@ -104,8 +104,8 @@ def _warn() -> None:
     if not _warned and (devices := usable_devices()):
         _warned = True
         choice = (
-            "whoever reaches these devices could take over this process. To use them in a network that you trust, set "
-            f"UCX_TLS=all or UCX_NET_DEVICES={devices[0]}; UCX_TLS=^ib ends this warning"
+            "with UCX_TLS=all, whoever reaches these devices could take over this process. To use them, see "
+            "docs/operation/rdma.md: UCX_TLS=rc_mlx5,tcp,sm,self is safer. UCX_TLS=^ib ends this warning"
         )
         logger.warning("UCX does without RDMA (%s): %s", ", ".join(devices), choice if WORKS else TOO_OLD)
 
