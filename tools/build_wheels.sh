@@ -27,14 +27,17 @@ build() { # FOLDER PROCESSOR: the sdist, and from it a wheel without a tag for m
     # The release of libucx-cu12 that build_backend.py names; without isolation, as pip would fetch this processor's.
     python -m pip install -q --no-deps --only-binary=:all: --platform "manylinux_2_28_$2" --target "$work/ucx" \
         "$(cd "$root" && python -c 'import build_backend; print(build_backend.OLDEST_LIBUCX)')"
-    # Debian's pyconfig.h includes <x86_64-linux-gnu/...>: /usr/include, too, but after the headers of glibc 2.28.
-    printf '#!/bin/sh\nexec %q cc -target %s-linux-gnu.2.28 "$@" -idirafter /usr/include\n' \
+    # Debian's pyconfig.h includes <x86_64-linux-gnu/...>: /usr/include, too, but after the headers of glibc 2.28. For
+    # another processor it includes a file that is not here; this one's suits it, too.
+    mkdir "$work/include"
+    ln -s "/usr/include/$(uname -m)-linux-gnu" "$work/include/$2-linux-gnu"
+    printf '#!/bin/sh\nexec %q cc -target %s-linux-gnu.2.28 "$@" -idirafter %q -idirafter /usr/include\n' \
         "$(python -c 'import pathlib, ziglang; print(pathlib.Path(ziglang.__file__).with_name("zig"))')" \
-        "$2" >"$work/cc"
+        "$2" "$work/include" >"$work/cc"
     chmod +x "$work/cc"
-    # LDSHARED, because Python's own may name folders of this machine.
-    _PYTHON_HOST_PLATFORM=linux-$2 PYTHONPATH=$work/ucx CC=$work/cc LDSHARED="$work/cc -shared" \
-        LDFLAGS=-Wl,--strip-debug \
+    # LDSHARED, because Python's own may name folders of this machine; and Debian's looks for UCX there first.
+    _PYTHON_HOST_PLATFORM=linux-$2 PYTHONPATH=$work/ucx CC=$work/cc \
+        LDSHARED="$work/cc -shared -L$work/ucx/libucx/lib" LDFLAGS=-Wl,--strip-debug \
         python -m pip wheel --no-deps --no-build-isolation --wheel-dir "$work" "$1"/trio_ucx-*.tar.gz
 }
 
