@@ -63,8 +63,9 @@ SANITIZED = os.environ.get("TRIO_UCX_SANITIZED")
 def _choose_network(config: ucp.Config | None) -> dict[str, str]:
     """The options of a context, with this run's network in place of "tcp"."""
     chosen = _check_config(config)
-    wanted = chosen.get("TLS", os.environ.get("UCX_TLS", "tcp,sm,self"))
-    return {**chosen, "TLS": ",".join(NETWORK if each == "tcp" else each for each in wanted.split(","))}
+    wanted = chosen.get("TLS", os.environ.get("UCX_TLS", "tcp,sm,self")).split(",")
+    tls = [NETWORK if each == "tcp" else each for each in wanted]
+    return {**chosen, "TLS": "all" if "all" in tls else ",".join(tls)}  # "all" goes with nothing else
 
 
 _check_config = _context._check_config
