@@ -253,12 +253,14 @@ async def test_a_killed_process_leaves_sockets_for_the_next() -> None:
     assert not any(path.exists() for path in left)
 
 
-def test_a_forked_child_removes_nothing() -> None:
+def test_a_forked_child_removes_nothing(tmp_path: Path) -> None:
     """Not even one that finalises everything."""
     code = """
-import atexit, gc, os, sys, trio
+import atexit, gc, os, pathlib, sys, trio
 from trio_ucx import ucp
+from trio_ucx._util import private_folder
 from trio_ucx.ucp._quirks import wake_sockets
+private_folder.SHARED = pathlib.Path(sys.argv[1])  # other tests use the usual folder
 async def main():
     async with ucp.open_worker(config={"TLS": "tcp,sysv,self"}):
         folder = wake_sockets.find_folder()
@@ -272,7 +274,8 @@ async def main():
         print("still there")
 trio.run(main)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-c", code, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and done.stdout == "still there\n", done.stderr
 
 
