@@ -44,7 +44,7 @@ LAYOUT = Layout(
     Field("UCX's minor version", "B"),
     Field("error handling", "B", 0, 1),
     Field("the kinds of shared memory", "B", 0, 2 ** len(SHARED_MEMORY) - 1),
-    Field("the transports that only connect", "B", 0, 2 ** len(AUXILIARY) - 1),
+    Field("the auxiliary transports", "B", 0, 2 ** len(AUXILIARY) - 1),
     Field("the features", "I"),
     *(Field(f"UCX's option {option}", "I") for option in AGREED),
     Field("the length of UCX's address", "I", MIN_ADDRESS, MAX_ADDRESS),
@@ -257,7 +257,7 @@ def _decode(data: bytes) -> dict[str, Any]:
         )
     *values, ucx_length, network_length, tcp_count, keys_length = LAYOUT.unpack(body)
     numbers, sizes = values[: -len(AGREED)], tuple(values[-len(AGREED) :])
-    host, (uid, wake_folder, major, minor, shared_memory, kinds, connecting, features) = numbers[:-8], numbers[-8:]
+    host, (uid, wake_folder, major, minor, shared_memory, kinds, auxiliary, features) = numbers[:-8], numbers[-8:]
     *process, user, ipc_namespace, network_namespace = host
     network_at = LAYOUT.size + ucx_length
     tcp_at = network_at + network_length
@@ -273,7 +273,7 @@ def _decode(data: bytes) -> dict[str, Any]:
         "release": (major, minor),
         "shared_memory": bool(shared_memory),
         "shared_memory_kinds": _named(SHARED_MEMORY, kinds),
-        "auxiliary": _named(AUXILIARY, connecting),
+        "auxiliary": _named(AUXILIARY, auxiliary),
         "features": Feature(features),
         "sizes": sizes if (major, minor) != (0, 0) else (),
         "tcp_addresses": tuple(

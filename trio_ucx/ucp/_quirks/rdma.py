@@ -6,10 +6,10 @@ So RDMA is a choice. UCX itself uses it wherever it has it.
 =====================================  =============================================
 The options TLS and NET_DEVICES        RDMA
 =====================================  =============================================
-TLS is not set                         left out
-TLS excludes (``^posix``)              left out, besides what it excludes
 TLS is ``all``, or names transports    as it says
 NET_DEVICES names one (``mlx5_0:1``)   as TLS says; UCX's default if that is not set
+else, TLS is not set                   left out
+else, TLS excludes (``^posix``)        left out, besides what TLS excludes
 =====================================  =============================================
 
 Where devices that could be used are left out, the log has a line, once in a process. Raw listeners do without UCX's
