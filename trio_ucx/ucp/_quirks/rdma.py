@@ -68,17 +68,18 @@ def restrict(options: Mapping[str, str]) -> dict[str, str]:
     named = "all" in wanted or any(map(_is_transport, wanted)) if names_transports else any(map(_is_device, devices))
     if named and WORKS:
         return {}
+    usable = usable_devices() if named or not names_transports else []
     changes = {name: value for name, value in LEFT_OUT.items() if name not in options and name != "TLS"}
     if named:
         changes |= _others("TLS", wanted, _is_transport) | _others("NET_DEVICES", devices, _is_device)
     if not names_transports or "all" in wanted:
         excluded = [] if names_transports else [each.lstrip("^") for each in wanted if each]
         named = named or "ib" not in excluded
-        every = dict.fromkeys([*excluded, *(_ALL if usable_devices() else ["ib"])])
+        every = dict.fromkeys([*excluded, *(_ALL if usable else ["ib"])])
         if len(every) > len(excluded):
             changes["TLS"] = f"^{','.join(every)}"
     if named:
-        _warn()
+        _warn(usable)
     return changes
 
 
@@ -99,9 +100,9 @@ def _others(option: str, words: list[str], is_rdma: Callable[[str], bool]) -> di
     return {option: ",".join(kept)} if kept != words else {}
 
 
-def _warn() -> None:
+def _warn(devices: list[str]) -> None:
     global _warned
-    if not _warned and (devices := usable_devices()):
+    if not _warned and devices:
         _warned = True
         choice = (
             "with UCX_TLS=all, whoever reaches these devices could take over this process. To use them, see "
