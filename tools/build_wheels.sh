@@ -23,7 +23,10 @@ tools_of() { # GROUP: a virtual environment with a dependency group of pyproject
 }
 
 build() { # FOLDER PROCESSOR: the sdist, and from it a wheel without a tag for manylinux, in $work
-    python -m build --sdist --outdir "$1" "$root"
+    # From a copy: setuptools writes into the tree that it packs, which may be another user's.
+    mkdir "$work/source"
+    tar -C "$root" --exclude-vcs --exclude-vcs-ignores -c . | tar -C "$work/source" --no-same-owner -x
+    python -m build --sdist --outdir "$1" "$work/source"
     # The release of libucx-cu12 that build_backend.py names; without isolation, as pip would fetch this processor's.
     python -m pip install -q --no-deps --only-binary=:all: --platform "manylinux_2_28_$2" --target "$work/ucx" \
         "$(cd "$root" && python -c 'import build_backend; print(build_backend.OLDEST_LIBUCX)')"
