@@ -40,6 +40,13 @@ static inline uint32_t tu_le32_load(const char *from)
     return le32toh(wire);
 }
 
+static inline void tu_le16_store(char *to, uint16_t number)
+{
+    uint16_t wire = htole16(number);
+
+    memcpy(to, &wire, sizeof(wire));
+}
+
 static inline void tu_le32_store(char *to, uint32_t number)
 {
     uint32_t wire = htole32(number);

@@ -1,0 +1,381 @@
+"""The C code of links (``_native/link``), without UCX: compared with its model step by step, with planted faults,
+without memory, with anything that a peer may send, and under AddressSanitizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import Rounds
+from link_model import Answer
+from native_link import NATIVE, NO_MEMORY, NativeLinks, build, compare, fuzz, play_paired
+
+from trio_ucx._rules import wire
+
+
+@pytest.fixture(scope="session")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return build(tmp_path_factory.mktemp("link"), "-Wall", "-Wextra", "-Werror")
+
+
+@pytest.mark.parametrize("leave_due", [False, True])
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+def test_as_the_model(native: Any, leave_due: bool, several: bool, ends: bool, rounds: Rounds) -> None:
+    for seed in range(rounds(250, 2500)):
+        play_paired(native, seed, 500, leave_due=leave_due, several=several, ends=ends)
+
+
+def test_anything_a_peer_may_send(native: Any, rounds: Rounds) -> None:
+    for seed in range(rounds(500, 20_000)):
+        fuzz(native, seed, 500)
+
+
+def test_under_sanitizers(rounds: Rounds) -> None:
+    """The same under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    found = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True)
+    if found.returncode or not Path(found.stdout.strip()).is_absolute():
+        pytest.skip("there is no AddressSanitizer here")
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": found.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps much; what links keep is counted
+        "PYTHONMALLOC": "malloc",
+    }
+    steps = ["0", str(rounds(20_000, 200_000)), "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    command = [sys.executable, str(Path(__file__).with_name("native_link.py")), *steps]
+    subprocess.run(command, env=environment, check=True, timeout=500)
+
+
+# ---- planted faults ----
+
+#: By name: a file, what is there, and what is planted.
+FAULTS = {
+    "a message that was left wakes nobody": (
+        "receiving.c",
+        "    if (place->has) {\n        serve_next(queue);\n    }\n",
+        "",
+    ),
+    "whoever runs first gets the first message": ("receiving.c", "message_at(queue, index)", "message_at(queue, 0)"),
+    "who leaves keeps the credit": ("sending.c", "        token->link->credit += token->cost;\n", "        ;\n"),
+    "a frame overtakes the batch": ("sending.c", "    tu_link_flush(link);\n    own =", "    own ="),
+    "a queue is forgotten with its admission": ("queues.c", " && !queue->admitted_by_us", ""),
+    "a token that is due is freed": ("link.c", "    tu_list_remove(&token->due);\n    free", "    free"),
+}
+
+PLAY = """
+import sys
+from pathlib import Path
+from native_link import build, play_paired
+module = build(Path(sys.argv[1]), native=Path(sys.argv[2]))
+for seed in range(60):
+    play_paired(module, seed, 500, leave_due=seed % 2 == 1, several=seed % 4 > 1)
+"""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(NATIVE, tmp_path / "native", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    name, there, planted = FAULTS[fault]
+    file = folder / "link" / name
+    code = file.read_text()
+    assert there in code
+    file.write_text(code.replace(there, planted, 1))
+    command = [sys.executable, "-c", PLAY, str(tmp_path), str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode and ("Different" in done.stderr or done.returncode < 0), done.stderr
+
+
+# ---- what the model does not say ----
+
+
+class Native:
+    """One link in C, whose peer is the test."""
+
+    def __init__(self, module: Any, window: int = 4096, peer_window: int = 4096) -> None:
+        self.lib, self.ffi = module.lib, module.ffi
+        self.lib.fake_answer, self.lib.fake_refusal = self.lib.FAKE_DONE, 0
+        self.links = NativeLinks(module)
+        self.link = self.links.open(window, peer_window, 0, 0)
+        self._status = 0
+
+    def arrived(self, number: int, *messages: bytes) -> int:
+        [length] = {len(message) for message in messages}
+        return int(self.lib.tu_link_arrived(self.link, number, length, len(messages), b"".join(messages)))
+
+    def frame(self, frame: wire.Frame) -> int:
+        return self.arrived(wire.CONTROL, wire.encode_frame(frame))
+
+    def send(self, number: int, data: bytes) -> int:
+        return int(self.lib.tu_link_send(self.link, number, data, len(data)))
+
+    def send_frame(self, frame: wire.Frame, *, later: bool) -> None:
+        data = wire.encode_frame(frame)
+        self.lib.tu_link_send_frame(self.link, data, len(data), later)
+
+    def receive(self, number: int, limit: int = 1 << 40, *, look: bool = False) -> bytes | Answer:
+        return self.links.answer(self.lib.tu_link_receive(self.link, number, limit, look))
+
+    def take(self, token: Any, limit: int = 1 << 40, *, look: bool = False) -> bytes | Answer:
+        return self.links.answer(self.lib.tu_link_take(token, limit, look, self.ffi.new("uint32_t *")))
+
+    def wait(self, *numbers: int) -> Any:
+        return self.lib.tu_link_wait(self.link, numbers, len(numbers))
+
+    def broken(self) -> int:
+        """The status with which it has broken; 0: it has not, or that was asked before."""
+        status = self.ffi.new("int *")
+        return int(status[0]) if self.lib.tu_links_broken(self.links.links, status) else 0
+
+    def link_status(self) -> int:
+        """The status with which it has broken; 0: it has not."""
+        self._status = self._status or self.broken()
+        return self._status
+
+    def close(self) -> None:
+        self.lib.tu_link_close(self.link)
+
+    def destroy(self) -> None:
+        """Afterwards nothing may be allocated any more."""
+        self.lib.tu_links_destroy(self.links.links)
+        list(self.links.sent())
+        compare("allocated", 0, self.lib.fake_allocated)
+
+
+def test_looking(native: Any) -> None:
+    side = Native(native)
+    side.arrived(1, b"first", b"other")
+    assert side.receive(1, 2, look=True)[:2] == b"fi"  # type: ignore[index]
+    assert side.receive(1, look=True) == b"first"
+    token = side.wait(1)
+    assert side.take(token, look=True) == b"first"
+    assert side.receive(1) == b"other"
+    assert side.take(token) == b"first"
+    side.arrived(wire.STREAM, b"abc", b"def")
+    assert side.receive(wire.STREAM, look=True) == b"abcdef"
+    assert side.receive(wire.STREAM, 4) == b"abcd"
+    assert side.receive(wire.STREAM) == b"ef"
+    side.close()
+    side.destroy()
+
+
+def test_no_more_bytes_than_there_is_room_for(native: Any) -> None:
+    side = Native(native, window=1 << 20)
+    for _ in range(70):
+        side.arrived(wire.STREAM, bytes(1000))
+    assert side.receive(wire.STREAM) == bytes(65536)
+    assert side.receive(wire.STREAM) == bytes(70_000 - 65536)
+    side.close()
+    side.destroy()
+
+
+def test_too_long(native: Any) -> None:
+    side = Native(native)
+    side.arrived(3, bytes(9))
+    assert side.receive(3, 8) is Answer.TOO_LONG
+    assert side.lib.tu_links_length(side.links.links) == 9
+    assert (wire.CONTROL, wire.encode_frame(wire.Dropped(3, 9))) in side.links.sent()
+    side.close()
+    side.destroy()
+
+
+def test_frames_with_the_batch(native: Any) -> None:
+    """Each is a group of its own, between the messages where it was sent."""
+    side = Native(native)
+    side.lib.tu_link_expect_more(side.link)
+    assert side.send(1, b"12345") == side.lib.TU_LINK_BATCHED
+    for _ in range(2):
+        side.send_frame(wire.Leave(7, 0), later=True)
+    assert not list(side.links.sent())
+    side.send_frame(wire.Ping(1), later=False)
+    leave = (wire.CONTROL, wire.encode_frame(wire.Leave(7, 0)))
+    assert list(side.links.sent()) == [(1, b"12345"), leave, leave, (wire.CONTROL, wire.encode_frame(wire.Ping(1)))]
+    side.close()
+    side.destroy()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_batch_that_fails(inside: bool, native: Any) -> None:
+    """The link breaks, and says so once; what had arrived can be read."""
+    side = Native(native)
+    side.arrived(1, b"abc")
+    side.lib.tu_link_expect_more(side.link)
+    assert side.send(1, b"12345") == side.lib.TU_LINK_BATCHED
+    side.lib.fake_answer = -3 if inside else side.lib.FAKE_PENDING
+    side.lib.tu_links_flush(side.links.links)
+    if not inside:
+        assert side.broken() == 0
+        side.lib.fake_complete(0, -3)
+    assert side.broken() == -3
+    assert side.broken() == 0
+    assert side.send(1, b"1") == -3
+    assert side.receive(1) == b"abc"
+    side.close()
+    side.destroy()
+
+
+@pytest.mark.parametrize("closed_first", [False, True])
+def test_tokens_and_batches_outlive_the_link(closed_first: bool, native: Any) -> None:
+    side = Native(native, peer_window=400)
+    lib = side.lib
+    assert side.send(1, bytes(40)) >= 0
+    assert side.send(1, bytes(40)) == lib.TU_LINK_WAITS
+    sends = [lib.tu_link_wait_send(side.link, 1, 40) for _ in range(2)]
+    receives = [side.wait(1, 2), side.wait(2)]
+    lib.fake_answer = lib.FAKE_PENDING
+    side.send_frame(wire.Ping(1), later=False)
+    side.close()
+    assert set(side.links.due()) == {*sends, *receives}
+    if closed_first:
+        lib.tu_links_destroy(side.links.links)
+    assert lib.tu_link_send_reserved(sends[0], bytes(40), 40) == lib.TU_LINK_ENDED
+    lib.tu_link_leave_send(sends[1])
+    assert side.take(receives[0]) is Answer.ENDED
+    assert lib.fake_complete(0, 0)
+    lib.tu_link_leave(receives[1])
+    if not closed_first:
+        lib.tu_links_destroy(side.links.links)
+    lib.fake_log_take(side.links._log)
+    compare("allocated", 0, lib.fake_allocated)
+
+
+def test_the_end_of_one_queue(native: Any) -> None:
+    side = Native(native)
+    side.arrived(1, b"last")
+    tokens = [side.wait(1), side.wait(1), side.wait(2)]
+    assert side.links.due() == tokens[:1]
+    assert side.lib.tu_link_end_queue(side.link, 1, True, True) == 0
+    assert side.links.due() == tokens[1:2]
+    assert side.take(tokens[0]) == b"last"
+    assert side.take(tokens[1]) is Answer.ENDED
+    assert side.receive(1) is Answer.ENDED
+    assert side.send(1, b"") == side.lib.TU_LINK_ENDED
+    assert side.send(2, b"") >= 0
+    side.lib.tu_link_leave(tokens[2])
+    side.close()
+    side.destroy()
+
+
+def test_many_tag_queues(native: Any) -> None:
+    """All are found, and forgotten when they were used."""
+    side = Native(native, window=1 << 30)
+    counts = side.ffi.new("tu_link_counts_t *")
+    numbers = range(0, 1 << 20, 97)
+    for number in numbers:
+        side.arrived(number, number.to_bytes(4, "big"))
+    side.lib.tu_link_count(side.link, counts)
+    assert counts.queues == len(numbers)
+    held = side.ffi.new("size_t *")
+    assert side.lib.tu_link_held(side.link, 97, held) == 1
+    assert held[0] == 4
+    for number in numbers:
+        assert side.receive(number) == number.to_bytes(4, "big")
+    side.lib.tu_link_count(side.link, counts)
+    assert counts.queues <= 1
+    assert counts.unread == 0
+    side.close()
+    side.destroy()
+
+
+# ---- no memory ----
+
+
+def scenario(module: Any, allocations: int) -> tuple[list[object], list[tuple[int, bytes]], int]:
+    """Does a little of everything. After so many allocations the next one fails, and those after it in the same call.
+
+    What has failed is done again. Returns what came of each step, what was sent, and how often memory was refused; if
+    the link has broken, up to there.
+    """
+    side = Native(module)
+    lib = side.lib
+    trace: list[object] = []
+    tokens: list[Any] = []
+    sends: list[Any] = []
+    refused = 0
+
+    def wait(*numbers: int) -> int:
+        token = side.wait(*numbers)
+        if not token:
+            return NO_MEMORY
+        tokens.append(token)
+        return 0
+
+    def wait_send(number: int, size: int) -> int:
+        token = lib.tu_link_wait_send(side.link, number, size)
+        if not token:
+            return NO_MEMORY
+        sends.append(token)
+        return 0
+
+    steps: list[Callable[[], object]] = [
+        lambda: lib.tu_link_expect_more(side.link),
+        lambda: side.send(1, b"a") >= 0 or NO_MEMORY,
+        lambda: side.send(2, b"b") >= 0 or NO_MEMORY,
+        lambda: side.arrived(3, b"one", b"two", b"six"),
+        lambda: wait(3),
+        lambda: wait(3, 5),
+        lambda: side.receive(3),
+        lambda: side.take(tokens.pop()),
+        lambda: wait(5, 6, 7),
+        lambda: side.send(4, bytes(3000)) >= 0 or NO_MEMORY,
+        lambda: side.send(4, bytes(3000)),
+        lambda: wait_send(4, 3000),
+        lambda: wait_send(8, 30),
+        lambda: side.frame(wire.Stalled(0)),
+        lambda: side.frame(wire.Stalled(1)),
+        lambda: side.receive(9),
+        lambda: side.frame(wire.Admit(8, 5)),
+        lambda: side.frame(wire.Grant(3000, 3)),
+        lambda: len(side.links.due()),
+        lambda: lib.tu_link_send_reserved(sends.pop(0), bytes(3000), 3000) >= 0,
+        lambda: lib.tu_link_newest(side.link, 10),
+        lambda: lib.tu_link_end_queue(side.link, 11, True, True),
+        lambda: side.arrived(10, b"x", b"y"),
+        lambda: side.receive(10),
+        lambda: side.send_frame(wire.Leave(7, 0), later=True),
+    ]
+    lib.tu_allocations_left = allocations
+    for step in steps:
+        answer = step()
+        again = answer in (NO_MEMORY, Answer.REFUSED)
+        if lib.tu_allocations_left == 0 and (again or side.link_status()):
+            lib.tu_allocations_left = -1
+            refused += 1
+            if again:
+                answer = step()
+        trace.append(answer)
+        if side.link_status():
+            trace.pop()
+            break
+    lib.tu_allocations_left = -1
+    lib.tu_links_flush(side.links.links)
+    sent = list(side.links.sent())
+    for token in tokens:
+        lib.tu_link_leave(token)
+    for token in sends:
+        lib.tu_link_leave_send(token)
+    side.close()
+    side.destroy()
+    return trace, sent, refused
+
+
+def test_memory_that_is_refused(native: Any) -> None:
+    """What was refused can be done again, or the link has broken: nothing is lost without a word."""
+    trace, sent, _ = scenario(native, -1)
+    assert len(trace) == 25
+    refused = 0
+    for allocations in range(60):
+        got, got_sent, times = scenario(native, allocations)
+        refused += times
+        assert trace[: len(got)] == got, allocations
+        assert sent[: len(got_sent)] == got_sent, allocations
+        if not times:
+            assert len(got) == len(trace)
+    assert refused > 15

@@ -1,0 +1,103 @@
+/* What Python may call of the links: the messages of Connections.
+ *
+ * A message stays in its tag queue until a task takes it. A task that has to wait gets a token, and is woken when its
+ * token is due; then it takes the message. So nothing is handed over, and a task that is cancelled instead loses nothing.
+ * tests/link_model.py says the same in a page of Python, and is compared with this.
+ *
+ * What is returned is a length, a verdict (see the core's cdef.h), a ucs_status_t, or one of these: */
+#define TU_LINK_BATCHED 1      /* sent, with the batch: tu_links_flush before the thread sleeps */
+#define TU_LINK_WAITS -1001    /* there is no credit: tu_link_wait_send */
+#define TU_LINK_EMPTY -1002    /* no message is there: tu_link_wait */
+#define TU_LINK_ENDED -1003    /* and none will come, or nothing can be sent any more: Python knows why */
+#define TU_LINK_TOO_LONG -1004 /* the message was dropped, and its sender told: tu_links_length */
+
+#define TU_LINK_OUT 65536      /* bytes of tu_links_out, the most that one call takes */
+#define TU_STREAM_QUEUE 0x80000001 /* the tag queue of the byte stream; an empty message is its end */
+
+typedef struct tu_links tu_links_t;
+typedef struct tu_link tu_link_t;
+typedef struct tu_token tu_token_t;
+
+/* All links of a worker. NULL: there is no memory. */
+tu_links_t *tu_links_create(void);
+/* UCX's worker has gone; links that are open go on, and end with their last token. */
+void tu_links_destroy(tu_links_t *links);
+/* Where the bytes of a message are that was taken, until the next call. */
+char *tu_links_out(tu_links_t *links);
+/* The length of the message to which TU_LINK_TOO_LONG was the answer. */
+size_t tu_links_length(const tu_links_t *links);
+/* The worker has progressed: a message that follows is no part of a burst. */
+void tu_links_progressed(tu_links_t *links);
+/* Sends the batches that have begun. */
+void tu_links_flush(tu_links_t *links);
+/* Takes the tokens that have become due, and returns their number. */
+size_t tu_links_due(tu_links_t *links, tu_token_t **out, size_t max);
+/* Takes a link that has broken: returns its id and status, or 0. Nothing of it is lost but what has yet to arrive. */
+uint64_t tu_links_broken(tu_links_t *links, int *status);
+
+typedef struct tu_link_terms {
+    uint64_t id;               /* the tags that this side receives; not 0 */
+    uint64_t peer_id;
+    uint64_t window;           /* bytes of unread messages that this side holds */
+    uint64_t peer_window;
+    uint64_t threshold;        /* longer messages stay with their sender; 0: none do */
+    uint64_t peer_threshold;
+    bool defers;               /* messages may be sent in batches */
+} tu_link_terms_t;
+
+/* NULL: there is no memory. */
+tu_link_t *tu_link_open(tu_links_t *links, tu_endpoint_t *endpoint, const tu_link_terms_t *terms);
+/* All waits end. UCX may keep frames and batches that it has not sent. */
+void tu_link_close(tu_link_t *link);
+/* What Life answers: whether receives end where no message is; those outside conversations; sends. */
+void tu_link_answers(tu_link_t *link, bool receives_end, bool drains, bool sends_end);
+/* The same for one tag queue. */
+int tu_link_end_queue(tu_link_t *link, uint32_t number, bool receives_end, bool sends_end);
+
+/* ---- sending ---- */
+
+/* Sends a message. UCX needs its memory only if the verdict says so. */
+int64_t tu_link_send(tu_link_t *link, uint32_t number, const void *data, size_t length);
+/* A send waits. NULL: there is no memory. Its task calls one of the next two, when the token is due or before. */
+tu_token_t *tu_link_wait_send(tu_link_t *link, uint32_t number, size_t length);
+int64_t tu_link_send_reserved(tu_token_t *token, const void *data, size_t length);
+void tu_link_leave_send(tu_token_t *token);
+/* Sends a control frame, which costs no credit; `later`: with the batch. */
+void tu_link_send_frame(tu_link_t *link, const void *frame, size_t length, bool later);
+/* The next small message is deferred: something closely follows it. */
+void tu_link_expect_more(tu_link_t *link);
+int64_t tu_link_flush(tu_link_t *link);
+
+/* ---- receiving ---- */
+
+/* Small messages of one length have arrived. Returns 0; 1 if they are a control frame that is Python's; a status if they
+ * break the protocol (UCS_ERR_INVALID_PARAM). */
+int tu_link_arrived(tu_link_t *link, uint32_t number, size_t length, size_t count, const char *data);
+/* Takes the first message that no token is to have, or what is there of the byte stream, and returns the length. Its
+ * bytes are in tu_links_out. `look`: it stays, and `limit` bytes of it at most are copied. */
+int64_t tu_link_receive(tu_link_t *link, uint32_t number, size_t limit, bool look);
+/* A receive waits in some tag queues, and takes from the first of them that has a message for it; in the byte stream one
+ * at a time. NULL: there is no memory. */
+tu_token_t *tu_link_wait(tu_link_t *link, const uint32_t *numbers, size_t count);
+/* The same as tu_link_receive for a token, which is over then, unless the message stays or the answer is
+ * TU_LINK_EMPTY. */
+int64_t tu_link_take(tu_token_t *token, size_t limit, bool look, uint32_t *number);
+void tu_link_leave(tu_token_t *token);
+/* From now on a message takes the place of those before it that no token is to have. */
+int tu_link_newest(tu_link_t *link, uint32_t number);
+
+/* ---- what is there ---- */
+
+typedef struct tu_link_counts {
+    int64_t credit;
+    int64_t unread;
+    uint64_t sent, bytes_sent, received, bytes_received;
+    uint64_t grants, grants_sent;
+    size_t queues, tokens;
+    size_t kept;               /* frames and batches that UCX has */
+    size_t line;               /* tag queues that wait for credit */
+} tu_link_counts_t;
+
+void tu_link_count(const tu_link_t *link, tu_link_counts_t *out);
+/* Messages of a tag queue that nobody has taken. */
+size_t tu_link_held(const tu_link_t *link, uint32_t number, size_t *bytes);

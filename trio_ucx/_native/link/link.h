@@ -1,0 +1,163 @@
+/* What the files of links share. */
+#ifndef TRIO_UCX_LINK_H
+#define TRIO_UCX_LINK_H
+
+#include "../native.h"
+#include "cdef.h"
+
+/* Tag queues that are not used are kept while there are no more than this. */
+#ifndef TU_IDLE_QUEUES
+#define TU_IDLE_QUEUES 64
+#endif
+/* The most tag queues whose next message one side may have admitted. */
+#ifndef TU_MOST_ADMISSIONS
+#define TU_MOST_ADMISSIONS 65536
+#endif
+
+typedef struct tu_queue tu_queue_t;
+
+/* A message that nobody has taken. */
+typedef struct tu_small {
+    struct tu_small *next;
+    uint32_t length;
+    uint32_t taken;            /* bytes of a piece of the byte stream that were read */
+    char data[];
+} tu_small_t;
+
+/* The place of a token in a tag queue. */
+typedef struct tu_place {
+    tu_list_t link;            /* in queue->places */
+    tu_queue_t *queue;
+    tu_token_t *token;
+    bool has;                  /* a message is there for it: the place at index n takes message n */
+} tu_place_t;
+
+/* A task that waits. */
+struct tu_token {
+    tu_list_t due;             /* in links->due from when it is due until Python has heard of it */
+    bool is_due;
+    tu_link_t *link;
+    tu_queue_t *queue;         /* of a send; NULL: it receives */
+    tu_list_t in_queue;        /* in queue->sends */
+    int64_t cost;
+    bool reserved;             /* its cost was taken from the credit */
+    size_t count;
+    tu_place_t places[];
+};
+
+struct tu_queue {
+    tu_queue_t *next;          /* in its bucket */
+    uint32_t number;           /* which this side reads */
+    bool receives_end, sends_end, newest;
+    bool at_end;               /* the end of the byte stream was read */
+    bool admitted_by_peer;     /* the next message may be sent whatever the credit */
+    bool admitted_by_us;
+    size_t count;
+    tu_small_t *first, **last;
+    size_t waiting;
+    tu_list_t places;          /* tu_place_t, in order */
+    tu_place_t *lacks;         /* the first one that has no message; NULL: none */
+    tu_list_t awaited;         /* in link->awaited while `lacks` is set */
+    tu_list_t sends;           /* tu_token_t, in order. Only the first may be reserved */
+    tu_list_t in_line;         /* in link->line while the first one is not */
+    uint64_t last_sent;        /* the number of its last message */
+};
+
+/* Memory of ours that UCX sends. */
+typedef struct tu_own {
+    tu_list_t link;            /* in link->kept or links->orphans while UCX has it */
+    tu_link_t *of;             /* NULL: the link has gone */
+    size_t size;
+    char data[];
+} tu_own_t;
+
+struct tu_links {
+    tu_list_t due;             /* tu_token_t */
+    tu_list_t broken;          /* tu_link_t.news */
+    tu_list_t batches;         /* tu_link_t.in_batches */
+    tu_list_t orphans;         /* tu_own_t of links that have gone */
+    tu_own_t *spare;           /* a batch that is not used */
+    uint64_t polls;
+    size_t count;              /* links that have memory */
+    bool destroyed;
+    size_t length;
+    char out[TU_LINK_OUT];
+};
+
+struct tu_link {
+    tu_links_t *links;
+    tu_endpoint_t *endpoint;   /* NULL: it is closed */
+    tu_link_terms_t terms;
+    ucs_status_t status;       /* why it has broken */
+    tu_list_t news;
+    bool receives_end, drains, sends_end;
+    size_t tokens;
+    /* what may be sent */
+    int64_t credit;
+    uint64_t sent, bytes_sent;
+    uint64_t arrived_there;    /* how many messages the peer is known to have received */
+    uint64_t grants, reported; /* grants that have come, plus 1; and at the last STALLED */
+    size_t admissions_of_peer;
+    tu_list_t line;            /* tu_queue_t.in_line */
+    /* what arrives */
+    int64_t outstanding, unread;
+    uint64_t received, bytes_received, grants_sent;
+    size_t admissions;
+    bool stalled;              /* the peer has something to send, and no credit */
+    tu_list_t awaited;         /* tu_queue_t.awaited */
+    /* the batch */
+    tu_own_t *batch;
+    tu_list_t in_batches;
+    size_t head;               /* of its last group: where its head is, queue, length, number */
+    uint32_t group, group_length, group_count;
+    uint64_t sent_at, sent_polls;
+    tu_list_t kept;            /* tu_own_t */
+    size_t kept_count;
+    /* the queues */
+    tu_queue_t **buckets;
+    size_t bucket_count;       /* a power of two; 0: none were needed yet */
+    size_t queues;
+    uint64_t swept_at;
+};
+
+/* ---- queues.c ---- */
+
+tu_queue_t *tu_queue_find(const tu_link_t *link, uint32_t number);
+/* Makes a missing one. NULL: there is no memory. */
+tu_queue_t *tu_queue_make(tu_link_t *link, uint32_t number);
+/* Whether a peer may use it. */
+bool tu_queue_is_valid(uint32_t number);
+/* The other direction of a tag queue: the same, unless it is a conversation's. */
+uint32_t tu_queue_other(uint32_t number);
+void tu_queue_forget_if_idle(tu_link_t *link, tu_queue_t *queue);
+/* The peer is known to have received more: forgets those that have become idle. */
+void tu_queues_sweep(tu_link_t *link);
+void tu_queues_free(tu_link_t *link);
+/* Calls `function` for each, which may forget it. */
+void tu_queues_each(tu_link_t *link, void (*function)(tu_link_t *link, tu_queue_t *queue));
+
+/* ---- sending.c ---- */
+
+int64_t tu_link_cost(size_t length, uint64_t threshold);
+/* Sends what waits for credit, as far as it goes. */
+void tu_sends_wake(tu_link_t *link);
+/* The peer has admitted the next message of a tag queue. */
+void tu_sends_admitted(tu_link_t *link, tu_queue_t *queue);
+void tu_sends_end(tu_link_t *link, tu_queue_t *queue);
+void tu_own_free_all(tu_list_t *list);
+
+/* ---- receiving.c ---- */
+
+void tu_receives_end(tu_link_t *link, tu_queue_t *queue);
+void tu_messages_drop(tu_link_t *link, tu_queue_t *queue);
+
+/* ---- link.c ---- */
+
+void tu_link_broke(tu_link_t *link, ucs_status_t status);
+tu_token_t *tu_token_new(tu_link_t *link, size_t places);
+/* Its task goes on. */
+void tu_token_wake(tu_token_t *token);
+/* Frees the link, too, if it is closed and that was the last one. */
+void tu_token_free(tu_token_t *token);
+
+#endif

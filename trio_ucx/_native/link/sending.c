@@ -1,0 +1,411 @@
+/* Sending: credit, the sends that wait for it, batches, and control frames.
+ *
+ * The peer holds `peer_window` bytes of messages that its program has not read. Each message costs its length and some
+ * bytes more. A send without credit waits. Its tag queue is in a line while its first send waits; when there is credit for
+ * that, it is reserved, and its task woken; the next send of the queue may then be reserved after the first was sent. So
+ * the messages of a queue stay in order, and queues take turns. An admitted queue needs no credit.
+ *
+ * A message gets its number when it is sent, not when its cost is reserved: an ADMIT names the last message that had
+ * arrived, and if a number of that queue was never sent, the admission would be taken for void. */
+#include <string.h>
+
+#include "../little_endian.h"
+#include "link.h"
+
+#define SMALL_OVERHEAD 352
+#define LARGE_OVERHEAD 512
+/* What a message costs that stays with its sender. */
+#define ANNOUNCEMENT 8960
+/* What a message may cost that goes by itself, when the peer has read everything. */
+#define LONE (68 << 10)
+/* Nanoseconds within which one message closely follows another. */
+#define FOLLOWS 75000
+
+#define FRAME_STALLED 2
+#define MOST_IN_A_GROUP 0xffff
+
+/* ---- credit ---- */
+
+int64_t tu_link_cost(size_t length, uint64_t threshold)
+{
+    if (threshold != 0 && length >= threshold) {
+        return ANNOUNCEMENT;
+    }
+    return (int64_t)length + (length <= TU_SMALL_MESSAGE ? SMALL_OVERHEAD : LARGE_OVERHEAD);
+}
+
+static bool suffices(const tu_link_t *link, int64_t amount)
+{
+    return amount <= link->credit || (link->credit == (int64_t)link->terms.peer_window && amount <= LONE);
+}
+
+/* Tells the peer, once after each grant, that something cannot be sent. */
+static void report_stalled(tu_link_t *link)
+{
+    char frame[9] = {FRAME_STALLED};
+
+    if (link->reported != link->grants + 1) {
+        link->reported = link->grants + 1;
+        tu_le64_store(frame + 1, link->grants);
+        tu_link_send_frame(link, frame, sizeof(frame), false);
+    }
+}
+
+static tu_token_t *first_send(const tu_queue_t *queue)
+{
+    return TU_LIST_FIRST(&queue->sends, tu_token_t, in_queue);
+}
+
+/* The first send of a queue may go on. */
+static void reserve(tu_link_t *link, tu_queue_t *queue)
+{
+    tu_token_t *token = first_send(queue);
+
+    tu_list_remove(&queue->in_line);
+    link->credit   -= token->cost;
+    token->reserved = true;
+    tu_token_wake(token);
+}
+
+void tu_sends_wake(tu_link_t *link)
+{
+    tu_queue_t *queue;
+
+    while ((queue = TU_LIST_FIRST(&link->line, tu_queue_t, in_line)) != NULL &&
+           suffices(link, first_send(queue)->cost)) {
+        reserve(link, queue);
+    }
+    if (!tu_list_is_empty(&link->line)) {
+        report_stalled(link);
+    }
+}
+
+void tu_sends_admitted(tu_link_t *link, tu_queue_t *queue)
+{
+    if (tu_list_is_linked(&queue->in_line)) {
+        reserve(link, queue);
+    }
+}
+
+/* The first send of a queue has gone: the next one waits for its turn. */
+static void line_up(tu_link_t *link, tu_queue_t *queue)
+{
+    tu_token_t *next = first_send(queue);
+
+    if (next == NULL || next->reserved) {
+        return;
+    }
+    if (!tu_list_is_linked(&queue->in_line)) {
+        tu_list_append(&link->line, &queue->in_line);
+    }
+    if (queue->admitted_by_peer) {
+        reserve(link, queue);
+    }
+}
+
+/* A send has left. */
+static void send_gone(tu_token_t *token)
+{
+    tu_link_t *link   = token->link;
+    tu_queue_t *queue = token->queue;
+
+    tu_list_remove(&token->in_queue);
+    if (tu_list_is_empty(&queue->sends)) {
+        tu_list_remove(&queue->in_line);
+    }
+    line_up(link, queue);
+    tu_sends_wake(link);
+    tu_queue_forget_if_idle(link, queue);
+    tu_token_free(token);
+}
+
+static void sent(tu_link_t *link, tu_queue_t *queue, size_t length)
+{
+    queue->last_sent  = ++link->sent;
+    link->bytes_sent += length;
+    if (queue->admitted_by_peer) {
+        queue->admitted_by_peer = false;
+        link->admissions_of_peer--;
+    }
+}
+
+/* ---- memory of ours that UCX sends ---- */
+
+static void own_over(tu_own_t *own, ucs_status_t status)
+{
+    tu_link_t *link = own->of;
+
+    tu_list_remove(&own->link);
+    if (link != NULL) {
+        link->kept_count--;
+        if (status != UCS_OK) {
+            tu_link_broke(link, status);
+        }
+        if (link->links->spare == NULL && own->size > TU_LONGEST_BATCH / 4) {
+            link->links->spare = own;
+            return;
+        }
+    }
+    free(own);
+}
+
+static void own_sent(void *request, ucs_status_t status, void *user_data)
+{
+    own_over(user_data, status);
+    ucp_request_free(request);
+}
+
+static void post_own(tu_link_t *link, uint32_t number, tu_own_t *own)
+{
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_DATATYPE |
+                        UCP_OP_ATTR_FIELD_MEMORY_TYPE,
+        .cb.send     = own_sent,
+        .user_data   = own,
+        .datatype    = ucp_dt_make_contig(1),
+        .memory_type = UCS_MEMORY_TYPE_HOST,
+    };
+    ucs_status_ptr_t answer;
+
+    own->of = link;
+    tu_list_append(&link->kept, &own->link);
+    link->kept_count++;
+    link->endpoint->worker->others++;
+    answer = ucp_tag_send_nbx(link->endpoint->ep, own->data, own->size, link->terms.peer_id << 32 | number, &param);
+    if (!UCS_PTR_IS_PTR(answer)) { /* otherwise its callback comes, or has come */
+        own_over(own, UCS_PTR_RAW_STATUS(answer));
+    }
+}
+
+void tu_own_free_all(tu_list_t *list)
+{
+    tu_own_t *own;
+
+    while ((own = TU_LIST_FIRST(list, tu_own_t, link)) != NULL) {
+        tu_list_remove(&own->link);
+        free(own);
+    }
+}
+
+/* ---- batches ---- */
+
+/* Returns false if the link defers nothing, or there is no memory. */
+static bool batch_begin(tu_link_t *link)
+{
+    tu_links_t *links = link->links;
+
+    if (!link->terms.defers) {
+        return false;
+    }
+    link->batch  = links->spare;
+    links->spare = NULL;
+    if (link->batch == NULL) {
+        link->batch = tu_malloc(sizeof(*link->batch) + TU_LONGEST_BATCH);
+    }
+    if (link->batch == NULL) {
+        return false;
+    }
+    tu_list_init(&link->batch->link);
+    link->batch->size = 0;
+    link->group_count = 0;
+    tu_list_append(&links->batches, &link->in_batches);
+    return true;
+}
+
+/* Adds a small message or a frame. Returns true if another may find no room. */
+static bool batch_add(tu_link_t *link, uint32_t number, const void *data, size_t length)
+{
+    tu_own_t *batch = link->batch;
+
+    if (link->group_count == 0 || number != link->group || length != link->group_length ||
+        link->group_count == MOST_IN_A_GROUP || number == TU_CONTROL_QUEUE) {
+        link->group        = number;
+        link->group_length = (uint32_t)length;
+        link->group_count  = 0;
+        link->head         = batch->size;
+        tu_le32_store(batch->data + link->head, number);
+        tu_le16_store(batch->data + link->head + 4, (uint16_t)length);
+        batch->size += TU_GROUP_HEAD;
+    }
+    memcpy(batch->data + batch->size, data, length);
+    batch->size += length;
+    tu_le16_store(batch->data + link->head + 6, (uint16_t)++link->group_count);
+    return batch->size > TU_LONGEST_BATCH - TU_GROUP_HEAD - TU_SMALL_MESSAGE;
+}
+
+int64_t tu_link_flush(tu_link_t *link)
+{
+    tu_own_t *batch = link->batch;
+
+    if (batch != NULL) {
+        link->batch = NULL;
+        tu_list_remove(&link->in_batches);
+        post_own(link, TU_BATCH_QUEUE, batch);
+    }
+    return link->status;
+}
+
+void tu_links_flush(tu_links_t *links)
+{
+    tu_link_t *link;
+
+    while ((link = TU_LIST_FIRST(&links->batches, tu_link_t, in_batches)) != NULL) {
+        tu_link_flush(link);
+    }
+}
+
+void tu_link_expect_more(tu_link_t *link)
+{
+    link->sent_at    = tu_now();
+    link->sent_polls = link->links->polls;
+}
+
+/* ---- frames ---- */
+
+void tu_link_send_frame(tu_link_t *link, const void *frame, size_t length, bool later)
+{
+    tu_own_t *own;
+
+    if (link->endpoint == NULL || link->status != UCS_OK) {
+        return;
+    }
+    if (later && (link->batch != NULL || batch_begin(link))) {
+        if (batch_add(link, TU_CONTROL_QUEUE, frame, length)) {
+            tu_link_flush(link);
+        }
+        return;
+    }
+    tu_link_flush(link);
+    own = tu_malloc(sizeof(*own) + length);
+    if (own == NULL) {
+        tu_link_broke(link, UCS_ERR_NO_MEMORY); /* otherwise a peer that waits for it would wait for ever */
+        return;
+    }
+    memcpy(own->data, frame, length);
+    own->size = length;
+    tu_list_init(&own->link);
+    post_own(link, TU_CONTROL_QUEUE, own);
+}
+
+/* ---- messages ---- */
+
+/* Gives a message to UCX, or adds it to the batch. Its queue is one of ours: the peer reads the other direction. */
+static int64_t send_now(tu_link_t *link, tu_queue_t *queue, const void *data, size_t length)
+{
+    uint32_t number = tu_queue_other(queue->number);
+    bool follows    = false;
+    uint64_t now;
+
+    if (length <= TU_SMALL_MESSAGE) {
+        now     = tu_now();
+        follows = link->batch != NULL || (link->links->polls == link->sent_polls && now - link->sent_at < FOLLOWS);
+        if (link->batch == NULL) {
+            link->sent_at    = now;
+            link->sent_polls = link->links->polls;
+            follows          = follows && batch_begin(link);
+        }
+        if (follows) { /* other tasks may run for long before the thread sleeps */
+            if (batch_add(link, number, data, length) || now - link->sent_at > FOLLOWS) {
+                return tu_link_flush(link);
+            }
+            return TU_LINK_BATCHED;
+        }
+    } else if (tu_link_flush(link) != UCS_OK) {
+        return link->status;
+    }
+    return tu_tag_send_one(link->endpoint, data, length, TU_MEMORY_HOST, link->terms.peer_id << 32 | number);
+}
+
+/* Why nothing can be sent to a queue; 0: something can. */
+static int64_t cannot_send(const tu_link_t *link, const tu_queue_t *queue)
+{
+    if (link->endpoint == NULL || link->sends_end || (queue != NULL && queue->sends_end)) {
+        return TU_LINK_ENDED;
+    }
+    return link->status;
+}
+
+int64_t tu_link_send(tu_link_t *link, uint32_t number, const void *data, size_t length)
+{
+    int64_t amount    = tu_link_cost(length, link->terms.threshold);
+    tu_queue_t *queue = tu_queue_make(link, number);
+    int64_t verdict   = cannot_send(link, queue);
+
+    if (verdict == 0 && queue == NULL) {
+        verdict = UCS_ERR_NO_MEMORY;
+    }
+    if (verdict == 0 && (!tu_list_is_empty(&queue->sends) ||
+                         (!queue->admitted_by_peer && !(tu_list_is_empty(&link->line) && suffices(link, amount))))) {
+        report_stalled(link);
+        verdict = link->status != UCS_OK ? link->status : TU_LINK_WAITS;
+    } else if (verdict == 0) {
+        verdict = send_now(link, queue, data, length);
+        if (verdict >= 0) {
+            link->credit -= amount;
+            sent(link, queue, length);
+        }
+    }
+    if (verdict < 0 && queue != NULL) {
+        tu_queue_forget_if_idle(link, queue);
+    }
+    return verdict;
+}
+
+tu_token_t *tu_link_wait_send(tu_link_t *link, uint32_t number, size_t length)
+{
+    tu_token_t *token = tu_token_new(link, 0);
+    tu_queue_t *queue = token == NULL ? NULL : tu_queue_make(link, number);
+
+    if (queue == NULL) {
+        if (token != NULL) {
+            tu_token_free(token);
+        }
+        return NULL;
+    }
+    token->queue = queue;
+    token->cost  = tu_link_cost(length, link->terms.threshold);
+    tu_list_append(&queue->sends, &token->in_queue);
+    if (cannot_send(link, queue) != 0) {
+        tu_token_wake(token);
+    } else {
+        line_up(link, queue);
+        tu_sends_wake(link);
+    }
+    return token;
+}
+
+int64_t tu_link_send_reserved(tu_token_t *token, const void *data, size_t length)
+{
+    tu_link_t *link   = token->link;
+    tu_queue_t *queue = token->queue;
+    int64_t verdict   = cannot_send(link, queue);
+
+    if (verdict == 0) {
+        verdict = send_now(link, queue, data, length);
+    }
+    if (verdict >= 0) {
+        token->reserved = false; /* it was paid */
+        sent(link, queue, length);
+    }
+    tu_link_leave_send(token);
+    return verdict;
+}
+
+void tu_link_leave_send(tu_token_t *token)
+{
+    if (token->reserved) {
+        token->link->credit += token->cost;
+    }
+    send_gone(token);
+}
+
+void tu_sends_end(tu_link_t *link, tu_queue_t *queue)
+{
+    tu_token_t *token;
+
+    if (cannot_send(link, queue) != 0) {
+        TU_LIST_FOR_EACH(token, &queue->sends, in_queue) {
+            tu_token_wake(token);
+        }
+    }
+}
