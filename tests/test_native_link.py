@@ -246,6 +246,27 @@ def test_tokens_and_batches_outlive_the_link(closed_first: bool, native: Any) ->
     compare("allocated", 0, lib.fake_allocated)
 
 
+def test_the_endpoint_goes_first(native: Any) -> None:
+    """What arrives can still be read; nothing is sent."""
+    side = Native(native)
+    side.lib.tu_link_expect_more(side.link)
+    assert side.send(1, b"12345") == side.lib.TU_LINK_BATCHED
+    assert side.send(2, bytes(4000)) == side.lib.TU_LINK_WAITS
+    token = side.lib.tu_link_wait_send(side.link, 2, 4000)
+    side.lib.tu_link_detach(side.link)
+    assert [queue for queue, _ in side.links.sent()] == [1, wire.CONTROL]
+    assert side.links.due() == [token]
+    assert side.lib.tu_link_send_reserved(token, bytes(4000), 4000) == side.lib.TU_LINK_ENDED
+    assert side.send(1, b"") == side.lib.TU_LINK_ENDED
+    side.send_frame(wire.Leave(1, 0), later=True)
+    side.frame(wire.Stalled(0))
+    side.arrived(1, b"late")
+    assert side.receive(1) == b"late"
+    assert not list(side.links.sent())
+    side.close()
+    side.destroy()
+
+
 def test_the_end_of_one_queue(native: Any) -> None:
     side = Native(native)
     side.arrived(1, b"last")

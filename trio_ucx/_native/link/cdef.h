@@ -47,6 +47,8 @@ typedef struct tu_link_terms {
 
 /* NULL: there is no memory. */
 tu_link_t *tu_link_open(tu_links_t *links, tu_endpoint_t *endpoint, const tu_link_terms_t *terms);
+/* Its endpoint is about to go: nothing can be sent any more. */
+void tu_link_detach(tu_link_t *link);
 /* All waits end. UCX may keep frames and batches that it has not sent. */
 void tu_link_close(tu_link_t *link);
 /* What Life answers: whether receives end where no message is; those outside conversations; sends. */

@@ -99,7 +99,7 @@ static void link_free_if_over(tu_link_t *link)
     tu_links_t *links = link->links;
     tu_own_t *own;
 
-    if (link->endpoint != NULL || link->tokens > 0) {
+    if (!link->closed || link->tokens > 0) {
         return;
     }
     while ((own = TU_LIST_FIRST(&link->kept, tu_own_t, link)) != NULL) {
@@ -147,7 +147,7 @@ tu_link_t *tu_link_open(tu_links_t *links, tu_endpoint_t *endpoint, const tu_lin
 
 void tu_link_broke(tu_link_t *link, ucs_status_t status)
 {
-    if (link->status == UCS_OK && link->endpoint != NULL) {
+    if (link->status == UCS_OK && !link->closed) {
         link->status = status;
         tu_list_append(&link->links->broken, &link->news);
     }
@@ -180,10 +180,17 @@ int tu_link_end_queue(tu_link_t *link, uint32_t number, bool receives_end, bool 
     return UCS_OK;
 }
 
-void tu_link_close(tu_link_t *link)
+void tu_link_detach(tu_link_t *link)
 {
     tu_link_flush(link);
     link->endpoint = NULL;
+    tu_queues_each(link, tu_sends_end);
+}
+
+void tu_link_close(tu_link_t *link)
+{
+    tu_link_detach(link);
+    link->closed = true;
     tu_queues_each(link, tu_messages_drop);
     tu_link_answers(link, true, true, true);
     link_free_if_over(link);

@@ -1,4 +1,20 @@
-/* What the files of links share. */
+/* What the files of links share.
+ *
+ * Ownership of memory
+ *
+ *   memory                      allocated by            freed by                       UCX may use it
+ *   --------------------------  ----------------------  -----------------------------  --------------------------------
+ *   tu_links_t                  tu_links_create         tu_links_destroy, or after     no
+ *                                                       that with the last link
+ *   tu_link_t, its queues       tu_link_open; queues    tu_link_close, or after that   no
+ *                               when they are used      with the last token; queues
+ *                                                       when they are idle, too
+ *   tu_small_t                  tu_link_arrived         when it is taken or dropped    no
+ *   tu_token_t                  tu_link_wait,           when its task has got its      no
+ *                               tu_link_wait_send       message or its end, or leaves
+ *   tu_own_t                    tu_link_send_frame; a   when UCX is done with it. One  until its callback
+ *                               batch by tu_link_send   batch is kept (links->spare)
+ */
 #ifndef TRIO_UCX_LINK_H
 #define TRIO_UCX_LINK_H
 
@@ -86,7 +102,8 @@ struct tu_links {
 
 struct tu_link {
     tu_links_t *links;
-    tu_endpoint_t *endpoint;   /* NULL: it is closed */
+    tu_endpoint_t *endpoint;   /* NULL: it has gone */
+    bool closed;
     tu_link_terms_t terms;
     ucs_status_t status;       /* why it has broken */
     tu_list_t news;

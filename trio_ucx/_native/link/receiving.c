@@ -339,7 +339,7 @@ int tu_link_arrived(tu_link_t *link, uint32_t number, size_t length, size_t coun
 {
     tu_queue_t *queue;
 
-    if (link->endpoint == NULL || link->status != UCS_OK) {
+    if (link->closed || link->status != UCS_OK) {
         return 0; /* nothing is delivered behind what is missing */
     }
     if (number == TU_CONTROL_QUEUE) {
