@@ -132,7 +132,8 @@ async def test_mapped_file_that_was_truncated(worker: ucp.Worker, tmp_path: Path
         ):
             await refuses(partial(client.send, data), ValueError, "cannot use this .*truncated")
             await refuses(partial(client.send_nowait, data), ValueError, "cannot use this .*truncated")
-            await refuses(partial(server.receive_into, data), ValueError, "cannot use this .*truncated")
+            if not isinstance(data, np.ndarray) or data.flags.writeable:  # before NumPy 2.1 from_dlpack says it is not
+                await refuses(partial(server.receive_into, data), ValueError, "cannot use this .*truncated")
         for view in (array[::2], array[::-1]):
             await refuses(partial(client.send, ucp.Strided(view)), ValueError, "cannot use this .*truncated")
         for data in (mapped, memoryview(mapped)[kept : kept + 1], memoryview(mapped)[kept : kept + 300_000]):

@@ -66,7 +66,7 @@ FAULTS = {
     "who leaves keeps the credit": ("sending.c", "        token->link->credit += token->cost;\n", "        ;\n"),
     "a frame overtakes the batch": ("sending.c", "    tu_link_flush(link);\n    own =", "    own ="),
     "a queue is forgotten with its admission": ("queues.c", " && !queue->admitted_by_us", ""),
-    "a token that is due is freed": ("link.c", "    tu_list_remove(&token->due);\n    free", "    free"),
+    "a token that is due is freed": ("worker.c", "    tu_list_remove(&token->due);\n    free", "    free"),
 }
 
 PLAY = """

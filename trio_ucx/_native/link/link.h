@@ -137,6 +137,8 @@ struct tu_link {
     uint64_t swept_at;
 };
 
+/* Each of these files calls those before it. */
+
 /* ---- queues.c ---- */
 
 tu_queue_t *tu_queue_find(const tu_link_t *link, uint32_t number);
@@ -153,6 +155,17 @@ void tu_queues_free(tu_link_t *link);
 /* Calls `function` for each, which may forget it. */
 void tu_queues_each(tu_link_t *link, void (*function)(tu_link_t *link, tu_queue_t *queue));
 
+/* ---- worker.c ---- */
+
+void tu_link_broke(tu_link_t *link, ucs_status_t status);
+tu_token_t *tu_token_new(tu_link_t *link, size_t places);
+/* Its task goes on. */
+void tu_token_wake(tu_token_t *token);
+/* Frees the link, too, if it is closed and that was the last one. */
+void tu_token_free(tu_token_t *token);
+/* Frees a link that is closed, when no token is left. */
+void tu_link_free_if_over(tu_link_t *link);
+
 /* ---- sending.c ---- */
 
 int64_t tu_link_cost(size_t length, uint64_t threshold);
@@ -161,20 +174,10 @@ void tu_sends_wake(tu_link_t *link);
 /* The peer has admitted the next message of a tag queue. */
 void tu_sends_admitted(tu_link_t *link, tu_queue_t *queue);
 void tu_sends_end(tu_link_t *link, tu_queue_t *queue);
-void tu_own_free_all(tu_list_t *list);
 
 /* ---- receiving.c ---- */
 
 void tu_receives_end(tu_link_t *link, tu_queue_t *queue);
 void tu_messages_drop(tu_link_t *link, tu_queue_t *queue);
-
-/* ---- link.c ---- */
-
-void tu_link_broke(tu_link_t *link, ucs_status_t status);
-tu_token_t *tu_token_new(tu_link_t *link, size_t places);
-/* Its task goes on. */
-void tu_token_wake(tu_token_t *token);
-/* Frees the link, too, if it is closed and that was the last one. */
-void tu_token_free(tu_token_t *token);
 
 #endif

@@ -177,16 +177,6 @@ static void post_own(tu_link_t *link, uint32_t number, tu_own_t *own)
     }
 }
 
-void tu_own_free_all(tu_list_t *list)
-{
-    tu_own_t *own;
-
-    while ((own = TU_LIST_FIRST(list, tu_own_t, link)) != NULL) {
-        tu_list_remove(&own->link);
-        free(own);
-    }
-}
-
 /* ---- batches ---- */
 
 /* Returns false if the link defers nothing, or there is no memory. */

@@ -1,0 +1,137 @@
+/* What a worker's links share, and the tokens of the tasks that wait. */
+#include "link.h"
+
+/* ---- the links of a worker ---- */
+
+tu_links_t *tu_links_create(void)
+{
+    tu_links_t *links = tu_calloc(1, sizeof(*links));
+
+    if (links != NULL) {
+        tu_list_init(&links->due);
+        tu_list_init(&links->broken);
+        tu_list_init(&links->batches);
+        tu_list_init(&links->orphans);
+    }
+    return links;
+}
+
+static void links_free_if_over(tu_links_t *links)
+{
+    tu_own_t *own;
+
+    if (links->destroyed && links->count == 0) {
+        while ((own = TU_LIST_FIRST(&links->orphans, tu_own_t, link)) != NULL) {
+            tu_list_remove(&own->link);
+            free(own);
+        }
+        free(links->spare);
+        free(links);
+    }
+}
+
+void tu_links_destroy(tu_links_t *links)
+{
+    links->destroyed = true;
+    links_free_if_over(links);
+}
+
+char *tu_links_out(tu_links_t *links)
+{
+    return links->out;
+}
+
+size_t tu_links_length(const tu_links_t *links)
+{
+    return links->length;
+}
+
+void tu_links_progressed(tu_links_t *links)
+{
+    links->polls++;
+}
+
+size_t tu_links_due(tu_links_t *links, tu_token_t **out, size_t max)
+{
+    size_t count = 0;
+    tu_token_t *token;
+
+    while (count < max && (token = TU_LIST_FIRST(&links->due, tu_token_t, due)) != NULL) {
+        tu_list_remove(&token->due);
+        out[count++] = token;
+    }
+    return count;
+}
+
+uint64_t tu_links_broken(tu_links_t *links, int *status)
+{
+    tu_link_t *link = TU_LIST_FIRST(&links->broken, tu_link_t, news);
+
+    if (link == NULL) {
+        return 0;
+    }
+    tu_list_remove(&link->news);
+    *status = link->status;
+    return link->terms.id;
+}
+
+/* ---- tokens ---- */
+
+tu_token_t *tu_token_new(tu_link_t *link, size_t places)
+{
+    tu_token_t *token = tu_calloc(1, sizeof(*token) + places * sizeof(token->places[0]));
+
+    if (token != NULL) {
+        token->link = link;
+        tu_list_init(&token->due);
+        tu_list_init(&token->in_queue);
+        link->tokens++;
+    }
+    return token;
+}
+
+void tu_token_wake(tu_token_t *token)
+{
+    if (!token->is_due) {
+        token->is_due = true;
+        tu_list_append(&token->link->links->due, &token->due);
+    }
+}
+
+void tu_link_free_if_over(tu_link_t *link)
+{
+    tu_links_t *links = link->links;
+    tu_own_t *own;
+
+    if (!link->closed || link->tokens > 0) {
+        return;
+    }
+    while ((own = TU_LIST_FIRST(&link->kept, tu_own_t, link)) != NULL) {
+        own->of = NULL;
+        tu_list_remove(&own->link);
+        tu_list_append(&links->orphans, &own->link);
+    }
+    tu_list_remove(&link->news);
+    tu_queues_free(link);
+    free(link);
+    links->count--;
+    links_free_if_over(links);
+}
+
+void tu_token_free(tu_token_t *token)
+{
+    tu_link_t *link = token->link;
+
+    tu_list_remove(&token->due);
+    free(token);
+    link->tokens--;
+    tu_link_free_if_over(link);
+}
+
+void tu_link_broke(tu_link_t *link, ucs_status_t status)
+{
+    if (link->status == UCS_OK && !link->closed) {
+        link->status = status;
+        tu_list_append(&link->links->broken, &link->news);
+    }
+}
