@@ -14,6 +14,10 @@ is cancelled instead, the next one gets its message.
 * A message gets its number when it is sent, not when its cost is reserved. An ADMIT names the last message that had
   arrived; if a number of that queue was never sent, the sender would ignore it for ever.
 * A message that is longer than the limit of its receive is dropped, and its sender told.
+* A large message stays with UCX (HELD) until its task begins a *transfer* into its own buffer. Transfers overlap, but
+  receives complete in order: a message is taken only when those before it are at hand. If the task of a transfer is
+  cancelled, the transfer goes on without it; then the message is saved to memory of ours, and is the first again. The
+  receives behind it get the messages before theirs: one whose buffer has another message by now saves that, too.
 * When receives or sends end, the tokens of those that would wait for ever are due, and their tasks get the end.
 """
 
@@ -21,6 +25,7 @@ from __future__ import annotations
 
 import collections
 import enum
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import attrs
@@ -69,6 +74,35 @@ class Answer(enum.Enum):
     ENDED = enum.auto()
     TOO_LONG = enum.auto()  # the message was dropped
     REFUSED = enum.auto()  # by UCX
+    BEGIN = enum.auto()  # the message is held: begin its transfer
+    SAVE = enum.auto()  # save the message that is in the buffer: it is another receive's
+
+
+class State(enum.Enum):
+    """Where a message is."""
+
+    HELD = enum.auto()  # UCX has it
+    MOVING = enum.auto()  # on its way to the buffer of a receive
+    ARRIVED = enum.auto()  # there
+    READY = enum.auto()  # in memory of ours
+
+
+@attrs.define(eq=False)
+class Item:
+    """A message. ``holder``: the token in whose buffer it is, or to which it is on its way; None if it left."""
+
+    data: bytes
+    state: State = State.READY
+    holder: int | None = None
+    #: Whether UCX is known to have all of it.
+    whole: bool = True
+    #: Bytes of a piece of the byte stream that were read.
+    taken: int = 0
+
+    @property
+    def with_sender(self) -> bool:
+        """True if it may be with its sender still."""
+        return self.state is State.HELD and not self.whole
 
 
 class Refused(Exception):
@@ -78,7 +112,7 @@ class Refused(Exception):
 @attrs.define(eq=False)
 class Queue:
     number: int
-    messages: list[bytes] = attrs.Factory(list)
+    messages: list[Item] = attrs.Factory(list)
     #: The tokens of receives that wait, in order.
     receives: list[int] = attrs.Factory(list)
     #: The tokens of sends that wait, in order; the first one may be due.
@@ -87,6 +121,8 @@ class Queue:
     newest_only: bool = False
     #: Whether the end of the byte stream was read.
     at_end: bool = False
+    #: Whether a message is missing: those that arrive later are dropped.
+    ended: bool = False
     #: The number of its last message, counted over all messages of the connection.
     last_sent: int = 0
     admitted_by_peer: bool = False
@@ -138,6 +174,8 @@ class Side:
     #: The receives that wait: token to queues; those of them that are due.
     waits: dict[int, list[Queue]] = attrs.Factory(dict)
     woken: set[int] = attrs.Factory(set)
+    #: By token, the message that is in its buffer, or on its way there.
+    holding: dict[int, Item] = attrs.Factory(dict)
     #: The queues that lack messages, in the order in which they began to.
     awaited: dict[Queue, None] = attrs.Factory(dict)
 
@@ -238,11 +276,13 @@ class Side:
     # ---- receiving ----
 
     def receive(self, number: int, limit: int) -> bytes | Answer:
-        """Takes the first message that no token has, or what is there of the byte stream."""
+        """Takes the first message that no token has if it is at hand, or what is there of the byte stream."""
         queue = self.queue(number)
         place = len(queue.receives)
-        if len(queue.messages) > place or queue.at_end:
+        if queue.at_end or self.is_at_hand(queue, place):
             return self._take(queue, place, limit)
+        if len(queue.messages) > place:
+            return Answer.EMPTY
         if self._ended(queue):
             return Answer.ENDED
         self._found_empty(queue)
@@ -256,39 +296,177 @@ class Side:
             self._notice(queue)
             if queue.lacks and not queue.at_end and not self._ended(queue):
                 self._found_empty(queue)
-        self._wake_receives(*self.waits[token])
-        if any(queue.at_end for queue in self.waits[token]) or all(map(self._ended, self.waits[token])):
+        for queue in self.waits[token]:
+            self._serve(queue)
+        if any(queue.at_end for queue in self.waits[token]) or self._waits_in_vain(token, all):
             self._wake(token)
 
     def take(self, token: int, limit: int) -> tuple[int, bytes | Answer]:
-        """Takes the message of a token that was due, and says from which queue. The token has left."""
+        """Takes the message of a token that was due, and says from which queue. The token has left, unless the answer
+        is EMPTY, BEGIN or SAVE.
+
+        After BEGIN :meth:`begin` or :meth:`drop`, after SAVE :meth:`save` follows.
+        """
         queues = self.waits[token]
         self.woken.discard(token)
-        places = [(queue, queue.receives.index(token)) for queue in queues]
-        served = [(queue, place) for queue, place in places if place < len(queue.messages) or queue.at_end]
-        if not served:
-            if not all(map(self._ended, queues)):
+        if token in self.holding:
+            queue = self.holding_queue(token)
+            item = self.holding[token]
+            if item.state is State.MOVING:
                 return 0, Answer.EMPTY
-            self.leave(token)
-            return 0, Answer.ENDED
-        queue, place = served[0]
-        data = self._take(queue, place, limit)
-        queue.receives.remove(token)
-        self._notice(queue)
-        self.waits[token] = [each for each in queues if each is not queue]
+            if queue.messages[queue.receives.index(token)] is not item:
+                return queue.number, Answer.SAVE
+            if not self._settled(queue, queue.receives.index(token)):
+                return 0, Answer.EMPTY
+            queue.messages.remove(item)
+            del self.holding[token]
+            self._consumed(len(item.data))
+            self._gone(token, queue)
+            return queue.number, item.data
+        for queue in queues:
+            place = queue.receives.index(token)
+            if queue.at_end or self.is_at_hand(queue, place):
+                data = self._take(queue, place, limit)
+                self._gone(token, queue)
+                return queue.number, data
+            if place < len(queue.messages) and queue.messages[place].state is State.HELD:
+                return queue.number, Answer.BEGIN
+        if not self._waits_in_vain(token, all):
+            return 0, Answer.EMPTY
         self.leave(token)
-        return queue.number, data
+        return 0, Answer.ENDED
 
     def leave(self, token: int) -> None:
-        """The task of a receive is gone, whether its token was due or not."""
+        """The task of a receive is gone, whether its token was due or not. What has arrived in its buffer was saved."""
         queues = self.waits.pop(token)
         self.woken.discard(token)
+        item = self.holding.pop(token, None)
+        if item is not None:
+            item.holder = None
         for queue in queues:
             queue.receives.remove(token)
             self._notice(queue)
-        self._wake_receives(*queues)
+        for queue in queues:
+            self._serve(queue)
         for queue in queues:
             self._keep_newest(queue)
+
+    def _gone(self, token: int, queue: Queue) -> None:
+        """A token has taken a message of this queue."""
+        queue.receives.remove(token)
+        self._notice(queue)
+        self._serve(queue)
+        self.waits[token] = [each for each in self.waits[token] if each is not queue]
+        self.leave(token)
+        self._keep_newest(queue)
+
+    # ---- transfers ----
+
+    def holding_queue(self, token: int) -> Queue:
+        """The queue of the message in a token's buffer."""
+        return next(queue for queue in self.waits[token] if self.holding[token] in queue.messages)
+
+    def begin(self, token: int, number: int) -> None:
+        """The task of a token begins the transfer of its message."""
+        queue = self.queue(number)
+        item = queue.messages[queue.receives.index(token)]
+        item.state, item.holder = State.MOVING, token
+        self.holding[token] = item
+        self._serve(queue)
+
+    def drop(self, token: int, number: int) -> None:
+        """The message of a token is too long for it. The token has left."""
+        queue = self.queue(number)
+        item = queue.messages.pop(queue.receives.index(token))
+        self._consumed(len(item.data))
+        self.frames.append(Dropped(number, len(item.data)))
+        self._gone(token, queue)
+
+    def moved(self, item: Item, number: int) -> bool:
+        """A transfer has ended. Returns whether the message is to be saved, because its task has gone."""
+        if item not in self.queue(number).messages:
+            return False  # it was dropped meanwhile
+        item.state = State.ARRIVED
+        if item.holder is not None:
+            self._serve(self.queue(number))
+        return item.holder is None
+
+    def save(self, item: Item, number: int) -> None:
+        """The message that had arrived in a buffer is in memory of ours now."""
+        if item.holder is not None:
+            del self.holding[item.holder]
+        item.state, item.holder = State.READY, None
+        self._serve(self.queue(number))
+        self._keep_newest(self.queue(number))
+
+    def failed(self, item: Item, number: int) -> None:
+        """A transfer has failed: the queue ends at this message."""
+        if item in self.queue(number).messages:
+            self._cut(self.queue(number), item)
+
+    def lose(self) -> None:
+        """The peer is lost: each queue ends at the first message that has not arrived whole."""
+        for queue in self.queues.values():
+            for item in queue.messages:
+                if item.state is State.MOVING or item.with_sender:
+                    self._cut(queue, item)
+                    break
+
+    def forget_with_sender(self) -> None:
+        """The peer closes: drops the messages that are still with it."""
+        for queue in self.queues.values():
+            self._drop(queue, [item for item in queue.messages if item.with_sender])
+
+    def _cut(self, queue: Queue, missing: Item) -> None:
+        """Drops a message that will not arrive, and everything behind it."""
+        queue.ended = True
+        self._drop(queue, queue.messages[queue.messages.index(missing) :])
+
+    def _drop(self, queue: Queue, items: list[Item]) -> None:
+        """Drops messages. What they cost is not granted now: the peer reads nothing any more."""
+        for item in items:
+            queue.messages.remove(item)
+            self.unread -= cost(len(item.data), self.peer_threshold)
+            if item.holder is not None:
+                del self.holding[item.holder]
+                item.holder = None
+        self._notice(queue)
+        for token in queue.receives[len(queue.messages) :] if self._ended(queue) else []:
+            self._wake(token)
+        self._serve(queue)
+
+    def _settled(self, queue: Queue, place: int) -> bool:
+        """True if the messages before this place are at hand."""
+        return all(
+            item.state is State.READY or (item.state is State.ARRIVED and item.holder == token)
+            for item, token in zip(queue.messages[:place], queue.receives[:place], strict=True)
+        )
+
+    def is_at_hand(self, queue: Queue, place: int) -> bool:
+        """True if the message of this place can be taken."""
+        item = queue.messages[place] if place < len(queue.messages) else None
+        there = item is not None and (
+            item.state is State.READY or (item.state is State.ARRIVED and item.holder in queue.receives[place:][:1])
+        )
+        return there and self._settled(queue, place)
+
+    def _serve(self, queue: Queue) -> None:
+        """Wakes those who may go on."""
+        for place, token in enumerate(queue.receives):
+            held = self.holding.get(token)
+            item = queue.messages[place] if place < len(queue.messages) else None
+            if held is not None and held not in queue.messages:
+                continue  # a message of another queue
+            if held is not None and held is not item:
+                may = held.state is State.ARRIVED  # to save it
+            elif item is None:
+                return
+            elif held is None and item.state is State.HELD:
+                may = True
+            else:
+                may = self.is_at_hand(queue, place)
+            if may:
+                self._wake(token)
 
     def newest(self, number: int) -> None:
         """From now on a message takes the place of those before it that no receive waits for."""
@@ -300,19 +478,24 @@ class Side:
         self.receives_end |= receives
         self.drains |= drains
         self.sends_end |= sends
-        for token, queues in self.waits.items():
-            if any(queue.lacks and self._ended(queue) for queue in queues):
+        for token in self.waits:
+            if self._waits_in_vain(token, any):
                 self._wake(token)
         if self.sends_end:
             self.due.extend(token for token in self.waiting if token not in self.due and token not in self.reserved)
 
+    def _waits_in_vain(self, token: int, which: Callable[[Iterable[bool]], bool]) -> bool:
+        """True if no message will come for it, in any or in all of its queues."""
+        queues = self.waits[token]
+        return which(self._ended(queue) and queue.receives.index(token) >= len(queue.messages) for queue in queues)
+
     def _ended(self, queue: Queue) -> bool:
-        return self.receives_end or (self.drains and queue.number < wire.CONVERSATIONS)
+        return self.receives_end or queue.ended or (self.drains and queue.number < wire.CONVERSATIONS)
 
     def _take(self, queue: Queue, place: int, limit: int) -> bytes | Answer:
         if queue.number == wire.STREAM:
             return self._read(queue, limit)
-        data = queue.messages.pop(place)
+        data = queue.messages.pop(place).data
         self._consumed(len(data))
         if len(data) > limit:
             self.frames.append(Dropped(queue.number, len(data)))
@@ -322,16 +505,16 @@ class Side:
     def _read(self, queue: Queue, limit: int) -> bytes:
         """Joins the first pieces of the byte stream."""
         data = b""
-        while queue.messages and len(data) < limit and not queue.at_end:
-            piece = queue.messages[0]
-            if not piece and data:
+        while queue.messages and queue.messages[0].state is State.READY and len(data) < limit and not queue.at_end:
+            item = queue.messages[0]
+            if not item.data and data:
                 break
-            queue.at_end = not piece
-            part = piece[: limit - len(data)]
+            queue.at_end = not item.data
+            part = item.data[item.taken : item.taken + limit - len(data)]
             data += part
-            queue.messages[0] = Rest(piece[len(part) :], whole_of(piece))
-            if len(part) == len(piece):
-                self._consumed(whole_of(queue.messages.pop(0)))
+            item.taken += len(part)
+            if item.taken == len(item.data):
+                self._consumed(len(queue.messages.pop(0).data))
         return data
 
     def _notice(self, queue: Queue) -> None:
@@ -341,22 +524,23 @@ class Side:
         else:
             self.awaited.pop(queue, None)
 
-    def _wake_receives(self, *queues: Queue) -> None:
-        for queue in queues:
-            for token in queue.receives[: len(queue.messages)]:
-                self._wake(token)
-
     def _wake(self, token: int) -> None:
         if token not in self.woken:
             self.woken.add(token)
             self.due.append(token)
 
     def _keep_newest(self, queue: Queue) -> None:
-        while queue.newest_only and len(queue.messages) > len(queue.receives) + 1:
-            self._consumed(len(queue.messages.pop(len(queue.receives))))
+        older = queue.messages[len(queue.receives) : -1] if queue.newest_only else []
+        for item in older:
+            if item.state in (State.HELD, State.READY):
+                queue.messages.remove(item)
+                self._consumed(len(item.data))
 
     def _consumed(self, size: int) -> None:
         self.unread -= cost(size, self.peer_threshold)
+        self._grant_if_due()
+
+    def _grant_if_due(self) -> None:
         if self.outstanding - self.unread >= max(self.window // 4, 1) or (self.stalled and not self.unread):
             self._grant()
 
@@ -387,7 +571,7 @@ class Side:
             Refused: the peer breaks the protocol.
         """
         if isinstance(frame, Message):
-            self._message_arrived(self.queue(frame.queue), frame.data)
+            self._message_arrived(self.queue(frame.queue), Item(frame.data))
         elif isinstance(frame, Grant):
             if frame.amount > self.peer_window - self.credit:
                 raise Refused
@@ -399,7 +583,8 @@ class Side:
             if frame.grants == self.granted and not self._grant():  # else a grant is on its way
                 self.stalled = True
                 for queue in list(self.awaited):
-                    self._found_empty(queue)
+                    if not self._ended(queue):
+                        self._found_empty(queue)
         elif isinstance(frame, Admit):
             queue = self.queue(frame.queue)
             self.arrived_there = frame.received
@@ -410,31 +595,24 @@ class Side:
                 if queue in self.line:
                     self._reserve(queue)
 
-    def _message_arrived(self, queue: Queue, data: bytes) -> None:
-        amount = cost(len(data), self.peer_threshold)
+    def announced(self, frame: Message, whole: bool) -> Item:
+        """A large message has arrived, which UCX holds."""
+        item = Item(frame.data, State.HELD, whole=whole)
+        self._message_arrived(self.queue(frame.queue), item)
+        return item
+
+    def _message_arrived(self, queue: Queue, item: Item) -> None:
+        amount = cost(len(item.data), self.peer_threshold)
         self.received += 1
         self.outstanding += amount
+        if queue.ended:
+            self._grant_if_due()
+            return
         self.unread += amount
         queue.admitted_by_us = False
-        queue.messages.append(data)
+        queue.messages.append(item)
         self._keep_newest(queue)
         self._notice(queue)
-        self._wake_receives(queue)
-        if queue.lacks:
+        self._serve(queue)
+        if queue.lacks and not self._ended(queue):
             self._found_empty(queue)
-
-
-class Rest(bytes):
-    """What is left of a piece of the byte stream."""
-
-    whole: int
-
-    def __new__(cls, data: bytes, whole: int) -> Rest:
-        rest = super().__new__(cls, data)
-        rest.whole = whole
-        return rest
-
-
-def whole_of(piece: bytes) -> int:
-    """Returns how many bytes a piece had."""
-    return piece.whole if isinstance(piece, Rest) else len(piece)

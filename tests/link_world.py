@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 
 import attrs
-from link_model import Answer, Frame, Grant, Message, Side, cost
+from link_model import Answer, Frame, Grant, Item, Message, Side, State, cost
 
 from trio_ucx._rules import wire
 from trio_ucx._rules.credit import LONE
@@ -17,6 +17,10 @@ QUEUES = range(3)
 #: Some need all of a window, or more.
 SIZES = [0, 0, 1, 8, 8, 100, 1024, 1025, 4000, 20_000]
 _LARGE = 65536
+#: Of a world with long transfers.
+LARGE_SIZES = [8, 1025, 1025, 2000, 4000]
+#: Messages from this size on may be large ones, which UCX holds.
+HELD = 1025
 
 
 class Wrong(AssertionError):
@@ -45,6 +49,8 @@ class End:
     got: dict[int, dict[int, bytes]] = attrs.Factory(lambda: collections.defaultdict(dict))
     #: How many were dropped because they were too long.
     dropped: collections.Counter[int] = attrs.Factory(collections.Counter)
+    #: Transfers that go on: the message, and its queue.
+    transfers: list[tuple[Item, int]] = attrs.Factory(list)
     #: The byte stream.
     wrote: bytearray = attrs.Factory(bytearray)
     read: bytearray = attrs.Factory(bytearray)
@@ -70,7 +76,10 @@ class World:
         ends: bool = False,
     ):
         self.chance = random.Random(seed)
-        windows = [self.chance.choice([1, 1000, 4096, 16384, 100_000]) for _ in range(2)]
+        #: Whether it is mostly about transfers, which overlap and are cancelled.
+        self.moves = self.chance.random() < 0.3
+        self.queues = QUEUES[:1] if self.moves else QUEUES
+        windows = [self.chance.choice([1, 1000, 4096, 16384, 100_000][self.moves * 3 :]) for _ in range(2)]
         thresholds = [self.chance.choice([0, 0, 2000]) for _ in range(2)]
         self.ends = [End(make(*windows, *thresholds)), End(make(*windows[::-1], *thresholds[::-1]))]
         self.leave_due = leave_due
@@ -95,17 +104,33 @@ class World:
 
     def step(self) -> None:
         steps = [self.send, self.receive, self.run, self.run, self.leave, self.deliver, self.deliver, self.stream]
+        steps += [self.receive, self.receive] if self.moves else [self.move, self.move]
+        steps += [self.leave, self.deliver, self.move] if self.moves else []
         self.chance.choice(steps)(self.chance.choice(self.ends))
         if self.may_end and self.chance.random() < 0.005:
             self.over = True
-            which = self.chance.choice(["receives", "drains", "sends"])
-            self.chance.choice(self.ends).side.end(**{which: True})
+            self.end(self.chance.choice(self.ends))
         self.check()
+
+    def end(self, end: End) -> None:
+        """Something of a side ends."""
+        which = self.chance.choice(["receives", "drains", "sends", "lost", "closed", "failed"])
+        if which == "lost":
+            end.side.lose()
+        elif which == "closed":
+            if not any(item.with_sender for item in end.side.queue(wire.STREAM).messages):
+                end.side.end(receives=True)
+                end.side.forget_with_sender()
+        elif which == "failed":
+            if end.transfers:
+                end.side.failed(*end.transfers.pop())
+        else:
+            end.side.end(**{which: True})
 
     def send(self, end: End, number: int | None = None) -> None:
         token = self.begin()
-        number = self.chance.choice(QUEUES) if number is None else number
-        data = token.to_bytes(8, "big") + bytes(self.chance.choice(SIZES))
+        number = self.chance.choice(self.queues) if number is None else number
+        data = token.to_bytes(8, "big") + bytes(self.chance.choice(LARGE_SIZES if self.moves else SIZES))
         end.sent[number].append(data)
         answer = end.side.send(number, data)
         if answer is Answer.WAITS:
@@ -124,7 +149,8 @@ class World:
     def receive(self, end: End, numbers: list[int] | None = None) -> None:
         token = self.begin()
         if numbers is None:
-            numbers = self.chance.sample(QUEUES, 2 if self.several and self.chance.random() < 0.3 else 1)
+            both = self.several and self.chance.random() < 0.3
+            numbers = self.chance.sample(QUEUES, 2) if both else [self.chance.choice(self.queues)]
         for number in numbers:
             data = end.side.receive(number, self.limit if self.chance.random() < 0.1 else _LARGE)
             if data is not Answer.EMPTY:
@@ -162,13 +188,38 @@ class World:
                 number, data = end.sends.pop(token)
                 self.was_sent(end, number, data, end.side.send_reserved(token, data))
             elif token in end.receives:
-                taken, got = end.side.take(token, self.limit if self.chance.random() < 0.1 else _LARGE)
-                if got is not Answer.EMPTY:
+                limit = self.limit if self.chance.random() < 0.1 else _LARGE
+                number, got = end.side.take(token, limit)
+                if got is Answer.BEGIN:
+                    got = self.transfer(end, token, number, limit)
+                elif got is Answer.SAVE:
+                    end.side.save(end.side.holding[token], number)
+                if got not in (Answer.EMPTY, Answer.BEGIN, Answer.SAVE):
                     del end.receives[token]
-                    self.was_received(end, token, taken, got)
+                    self.was_received(end, token, number, got)
+
+    def transfer(self, end: End, token: int, number: int, limit: int) -> Answer:
+        """Begins the transfer of a message, or drops it if it is too long."""
+        queue = end.side.queue(number)
+        item = queue.messages[queue.receives.index(token)]
+        if len(item.data) > limit and number != wire.STREAM:
+            end.side.drop(token, number)
+            return Answer.TOO_LONG
+        end.side.begin(token, number)
+        end.transfers.append((item, number))
+        return Answer.BEGIN
+
+    def move(self, end: End) -> None:
+        """A transfer ends."""
+        if end.transfers:
+            item, number = end.transfers.pop(self.chance.randrange(len(end.transfers)))
+            if end.side.moved(item, number):
+                end.side.save(item, number)
 
     def leave(self, end: End) -> None:
         tokens = [token for token in [*end.sends, *end.receives] if self.leave_due or token not in end.side.due]
+        if self.moves and self.chance.random() < 0.5:
+            tokens = [token for token in tokens if token in end.side.holding] or tokens
         if tokens and self.chance.random() < 0.3:
             token = self.chance.choice(tokens)
             if token in end.sends:
@@ -177,6 +228,9 @@ class World:
                 end.sent[number].remove(data)
             else:
                 del end.receives[token]
+                item = end.side.holding.get(token)
+                if item is not None and item.state is State.ARRIVED:
+                    end.side.save(item, end.side.holding_queue(token).number)
                 end.side.leave(token)
             if token in end.side.due:
                 end.side.due.remove(token)
@@ -185,7 +239,11 @@ class World:
         """A frame arrives there."""
         network = self.other(end).network
         if network:
-            end.side.arrived(network.popleft())
+            frame = network.popleft()
+            if isinstance(frame, Message) and len(frame.data) >= HELD and self.chance.random() < 0.7:
+                end.side.announced(frame, self.chance.random() < 0.5)
+            else:
+                end.side.arrived(frame)
 
     # ---- promises ----
 
@@ -196,8 +254,11 @@ class World:
         for end in self.ends:
             side, there = end.side, self.other(end).side
             for queue in side.queues.values():
-                due = queue.receives[: len(queue.messages)]
-                require(all(token in side.due for token in due), "a message is there, and nobody is woken", queue)
+                for place, token in enumerate(queue.receives[: len(queue.messages)]):
+                    item, held = queue.messages[place], side.holding.get(token)
+                    at_hand = held in (None, item) and side.is_at_hand(queue, place)
+                    if at_hand or (held is None and item.state is State.HELD):
+                        require(token in side.due, "a message is there, and nobody is woken", queue)
             flying = sum(cost(len(frame.data), side.threshold) for frame in end.network if isinstance(frame, Message))
             grants = sum(frame.amount for frame in self.other(end).network if isinstance(frame, Grant))
             reserved = sum(side.waiting[token][1] for token in side.reserved)
@@ -219,8 +280,9 @@ class World:
             for _ in range(10_000):
                 busy = False
                 for end in self.ends:
-                    busy = busy or bool(end.side.due) or bool(self.other(end).network)
+                    busy = busy or bool(end.side.due) or bool(self.other(end).network) or bool(end.transfers)
                     self.run(end)
+                    self.move(end)
                     self.deliver(end)
                     self.check()
                 if busy:
@@ -252,8 +314,9 @@ class World:
         """Everything ends: nobody waits for ever."""
         for end in self.ends:
             end.side.end(receives=True, sends=True)
-            while end.side.due:
+            while end.side.due or end.transfers:
                 self.run(end)
+                self.move(end)
             require(not end.sends and not end.receives, "somebody waits for ever")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import cffi
-from link_model import Admit, Answer, Dropped, Frame, Grant, Message, Refused, Side, Stalled
+from link_model import Admit, Answer, Dropped, Frame, Grant, Item, Message, Refused, Side, Stalled, State
 from link_world import World
 
 from trio_ucx._rules import wire
@@ -26,7 +26,7 @@ from trio_ucx._rules.wire import PACKED_HEAD
 
 HERE = Path(__file__).parent
 NATIVE = HERE.parent / "trio_ucx" / "_native"
-NO_MEMORY, INVALID_PARAM = -4, -5
+NO_MEMORY, INVALID_PARAM, CANCELED = -4, -5, -16
 NAME = "_link_without_ucx"
 MOST_ADMISSIONS = 3
 #: Functions of the C library whose place ``native_link.c`` takes.
@@ -133,6 +133,8 @@ class NativeLinks:
             lib.TU_LINK_EMPTY: Answer.EMPTY,
             lib.TU_LINK_ENDED: Answer.ENDED,
             lib.TU_LINK_TOO_LONG: Answer.TOO_LONG,
+            lib.TU_LINK_BEGIN: Answer.BEGIN,
+            lib.TU_LINK_SAVE: Answer.SAVE,
             NO_MEMORY: Answer.REFUSED,
         }[verdict]
 
@@ -178,6 +180,9 @@ class PairedSide(Side):
         self.link = self.native.open(*arguments, defers=chance.random() < 0.8)
         #: By the model's token, the one in C.
         self.tokens: dict[int, Any] = {}
+        #: The messages whose transfers have begun, in C; and how many were announced, and discarded.
+        self.items: dict[Item, Any] = {}
+        self.handles = 0
         #: What the model has sent, and the C code has not been seen to send.
         self.expected: collections.deque[tuple[int, bytes]] = collections.deque()
         self._seen = 0
@@ -232,6 +237,8 @@ class PairedSide(Side):
             ),
         )  # fmt: skip
         compare("tokens", len(self.waits) + len(self.waiting), counts.tokens)
+        while lib.tu_links_discarded(native.links):
+            pass
         compare("kept", lib.fake_pending(), sum(side.kept() for side in self.sides))
 
     @contextmanager
@@ -246,6 +253,12 @@ class PairedSide(Side):
     def _compare_due(self) -> None:
         names = {token: name for name, token in self.tokens.items()}
         compare("due", self.due.new, [names.get(token, -1) for token in self.native.due()])
+        self.due.new = []
+
+    def _compare_dues(self) -> None:
+        """In any order, because several queues have changed."""
+        names = {token: name for name, token in self.tokens.items()}
+        compare("due", sorted(self.due.new), sorted(names.get(token, -1) for token in self.native.due()))
         self.due.new = []
 
     def _forget(self, token: int) -> Any:
@@ -322,16 +335,56 @@ class PairedSide(Side):
     def take(self, token: int, limit: int) -> tuple[int, bytes | Answer]:
         self._begin()
         handle = self._forget(token)
-        native = self.native.answer(self.lib.tu_link_take(handle, limit, False, self._number))
+        arrived = self.holding.get(token)
+        verdict = self.lib.tu_link_take(handle, limit, False, self._number)
         with self._model_alone():
             number, answer = super().take(token, limit)
-        compare("take", answer, native)
-        if answer is Answer.EMPTY:
+        if isinstance(answer, bytes) and arrived is not None:  # it is in the receive's own buffer
+            compare("take, the length", len(answer), verdict)
+        else:
+            compare("take", answer, self.native.answer(verdict))
+        if answer in (Answer.EMPTY, Answer.BEGIN, Answer.SAVE):
             self.tokens[token] = handle
-        elif answer is not Answer.ENDED:
+        if answer not in (Answer.EMPTY, Answer.ENDED):
             compare("take, from", number, self._number[0])
+        if answer is Answer.BEGIN:
+            item = self.queue(number).messages[self.queue(number).receives.index(token)]
+            compare("the length", len(item.data), self.lib.tu_links_length(self.native.links))
         self._check()
         return number, answer
+
+    def begin(self, token: int, number: int) -> None:
+        self._begin()
+        native = self.lib.tu_link_begin(self.tokens[token], number)
+        super().begin(token, number)
+        self.items[self.holding[token]] = native
+        self._check()
+
+    def drop(self, token: int, number: int) -> None:
+        self._begin()
+        self.lib.tu_link_drop(self._forget(token), number)
+        with self._model_alone():
+            super().drop(token, number)
+        self._check()
+
+    def moved(self, item: Item, number: int) -> bool:
+        self._begin()
+        native = self.lib.tu_link_moved(self.items[item])
+        orphan = super().moved(item, number)
+        compare("moved", orphan, native)
+        if item.state is State.MOVING:
+            del self.items[item]  # it was dropped before
+        self._check()
+        return orphan
+
+    def save(self, item: Item, number: int) -> None:
+        self._begin()
+        native = self.items[item]
+        if item.holder is not None:
+            assert self.lib.tu_token_holds(self.tokens[item.holder]) == native
+        self.lib.tu_link_save(self.link, native, item.data)
+        super().save(item, number)
+        self._check()
 
     def leave(self, token: int) -> None:
         if self._alone:
@@ -353,9 +406,7 @@ class PairedSide(Side):
         self._compare_due()
         super().end(receives=receives, drains=drains, sends=sends)
         self.lib.tu_link_answers(self.link, self.receives_end, self.drains, self.sends_end)
-        names = {token: name for name, token in self.tokens.items()}
-        compare("due at the end", sorted(self.due.new), sorted(names.get(token, -1) for token in self.native.due()))
-        self.due.new = []
+        self._compare_dues()
         self._check()
 
     def arrived(self, frame: Frame) -> None:
@@ -375,11 +426,49 @@ class PairedSide(Side):
         compare("arrived", 0, native)
         self._check()
 
+    def failed(self, item: Item, number: int) -> None:
+        self._begin()
+        self.lib.tu_link_failed(self.link, self.items.pop(item))
+        super().failed(item, number)
+        self._compare_dues()
+        self._check()
+
+    def lose(self) -> None:
+        self._begin()
+        self._compare_due()
+        self.lib.tu_link_lose(self.link)
+        super().lose()
+        self._compare_dues()
+        self._check()
+
+    def forget_with_sender(self) -> None:
+        self._begin()
+        self._compare_due()
+        self.lib.tu_link_forget_with_sender(self.link)
+        super().forget_with_sender()
+        self._compare_dues()
+        self._check()
+
+    def announced(self, frame: Message, whole: bool) -> Item:
+        self._begin()
+        self.handles += 1
+        size = len(frame.data)
+        verdict = self.lib.tu_link_announced(self.link, frame.queue, self.handles, size, whole)
+        compare("announced", CANCELED if self.queue(frame.queue).ended else 0, verdict)
+        item = super().announced(frame, whole)
+        self._check()
+        return item
+
     def close(self) -> None:
-        """Closes the C side: everything is freed."""
+        """Closes the C side: everything ends, and is freed."""
         self.lib.tu_link_close(self.link)
+        for token in [self._forget(token) for token in self.waits]:
+            compare("take", self.lib.TU_LINK_ENDED, self.lib.tu_link_take(token, 8, False, self._number))
         for token in self.tokens.values():
-            self.lib.tu_link_leave(token)
+            compare("send", self.lib.TU_LINK_ENDED, self.lib.tu_link_send_reserved(token, b"", 0))
+        for item, native in self.items.items():
+            if item.state is State.MOVING:
+                assert not self.lib.tu_link_moved(native)
         self.tokens.clear()
         while self.lib.fake_pending():
             self.lib.fake_complete(0, 0)
@@ -394,65 +483,133 @@ def play_paired(module: Any, seed: int, steps: int, **options: bool) -> None:
     world = World(seed, lambda *arguments: PairedSide(module, chance, sides, *arguments), **options)
     for _ in range(steps):
         world.step()
-    world.finish()
+    if seed % 3:
+        world.finish()
     for side in sides:
         side.close()
     compare("allocated", 0, module.lib.fake_allocated)
 
 
+class Fuzz:
+    """A link whose peer sends anything, and whose program does anything that is allowed."""
+
+    FRAMES = (wire.Grant(8, 1), wire.Stalled(0), wire.Admit(1, 5), wire.Dropped(1, 9), wire.Ping(4), wire.Goodbye())
+    QUEUES = (0, 1, 2, wire.STREAM, wire.CONVERSATIONS, wire.ANSWERS + 1, wire.PIECES, wire.BATCH, wire.LONG)
+
+    def __init__(self, module: Any, seed: int) -> None:
+        self.chance = random.Random(f"{seed}, bytes")
+        self.lib, self.ffi = module.lib, module.ffi
+        self.lib.fake_answer, self.lib.fake_refusal = self.lib.FAKE_DONE, 0
+        self.links = NativeLinks(module)
+        self.link = self.links.open(4096, 4096, self.chance.choice([0, 64]), self.chance.choice([0, 64]))
+        self.number = self.ffi.new("uint32_t *")
+        self.receives: list[Any] = []
+        self.sends: list[Any] = []
+        self.transfers: list[Any] = []
+
+    def step(self) -> None:
+        steps = [self.frame, self.message, self.announce, self.receive, self.wait, self.run, self.run, self.move]
+        self.chance.choice([*steps, self.send, self.leave_send])()
+        list(self.links.sent())
+        self.lib.tu_links_discarded(self.links.links)
+
+    def frame(self) -> None:
+        data = bytearray(wire.encode_frame(self.chance.choice(self.FRAMES)))
+        for _ in range(self.chance.randrange(3)):
+            data[self.chance.randrange(len(data))] = self.chance.randrange(256)
+        del data[self.chance.randrange(40) :]
+        try:
+            ours = isinstance(wire.decode_frame(bytes(data)), wire.Grant | wire.Stalled | wire.Admit)
+        except wire.ProtocolError:
+            ours = False
+        answer = self.lib.tu_link_arrived(self.link, wire.CONTROL, len(data), 1, bytes(data))
+        compare("a frame of its own", ours, answer != 1)
+
+    def queue(self) -> int:
+        return self.chance.choice([*self.QUEUES, self.chance.getrandbits(32)])
+
+    def message(self) -> None:
+        length, count, queue = self.chance.randrange(1025), self.chance.randrange(1, 4), self.queue()
+        answer = self.lib.tu_link_arrived(self.link, queue, length, count, self.chance.randbytes(length * count))
+        assert answer in ((0, 1) if queue == wire.CONTROL else (0, INVALID_PARAM))
+
+    def announce(self) -> None:
+        length, whole = self.chance.choice([0, 8, 1 << 16, (1 << 64) - 1]), self.chance.random() < 0.5
+        assert self.lib.tu_link_announced(self.link, self.queue(), 7, length, whole) in (0, INVALID_PARAM)
+
+    def receive(self) -> None:
+        limit = self.chance.choice([0, 8, 1 << 40])
+        self.lib.tu_link_receive(self.link, self.chance.choice(self.QUEUES), limit, self.chance.random() < 0.5)
+
+    def wait(self) -> None:
+        if len(self.receives) < 5:
+            numbers = self.chance.sample([0, 1, 2, wire.CONVERSATIONS], 2)
+            self.receives.append(self.lib.tu_link_wait(self.link, numbers, 2))
+
+    def run(self) -> None:
+        """A task takes its message, or begins its transfer, and perhaps leaves."""
+        if not self.receives:
+            return
+        lib, token = self.lib, self.receives.pop(self.chance.randrange(len(self.receives)))
+        answer = lib.tu_link_take(token, 8, False, self.number)
+        if answer == lib.TU_LINK_BEGIN and self.chance.random() < 0.3:
+            lib.tu_link_drop(token, self.number[0])
+            return
+        if answer == lib.TU_LINK_BEGIN:
+            self.transfers.append(lib.tu_link_begin(token, self.number[0]))
+        elif answer == lib.TU_LINK_SAVE:
+            self.save(lib.tu_token_holds(token))
+        elif answer != lib.TU_LINK_EMPTY:
+            return
+        if self.chance.random() < 0.7:
+            self.receives.append(token)
+        else:
+            self.leave(token)
+
+    def save(self, item: Any) -> None:
+        self.lib.tu_link_save(self.link, item, bytes(1 << 16))
+
+    def leave(self, token: Any) -> None:
+        item = self.lib.tu_token_holds(token)
+        if item:
+            self.save(item)
+        self.lib.tu_link_leave(token)
+
+    def move(self) -> None:
+        if self.transfers:
+            item = self.transfers.pop()
+            if self.lib.tu_link_moved(item):
+                self.save(item)
+
+    def send(self) -> None:
+        data = bytes(self.chance.randrange(1025))
+        if self.lib.tu_link_send(self.link, self.chance.randrange(3), data, len(data)) == self.lib.TU_LINK_WAITS:
+            self.sends.append(self.lib.tu_link_wait_send(self.link, self.chance.randrange(3), len(data)))
+
+    def leave_send(self) -> None:
+        if self.sends:
+            self.lib.tu_link_leave_send(self.sends.pop())
+
+    def close(self) -> None:
+        """Afterwards nothing may be allocated any more."""
+        self.lib.tu_link_close(self.link)
+        for token in self.receives:
+            assert self.lib.tu_link_take(token, 8, False, self.number) == self.lib.TU_LINK_ENDED
+        while self.transfers:
+            assert not self.lib.tu_link_moved(self.transfers.pop())
+        while self.sends:
+            self.leave_send()
+        self.lib.tu_links_destroy(self.links.links)
+        self.lib.fake_log_take(self.links._log)
+        compare("allocated", 0, self.lib.fake_allocated)
+
+
 def fuzz(module: Any, seed: int, steps: int) -> None:
     """What a peer may send, whatever it is: nothing is damaged."""
-    chance = random.Random(f"{seed}, bytes")
-    links = NativeLinks(module)
-    lib, ffi = module.lib, module.ffi
-    link = links.open(4096, 4096, chance.choice([0, 64]), chance.choice([0, 64]))
-    lib.fake_answer, lib.fake_refusal = lib.FAKE_DONE, 0
-    number, tokens, sends = ffi.new("uint32_t *"), [], []
-    frames = [wire.Grant(8, 1), wire.Stalled(0), wire.Admit(1, 5), wire.Dropped(1, 9), wire.Ping(4), wire.Goodbye()]
-    queues = [0, 1, 2, wire.STREAM, wire.CONVERSATIONS, wire.ANSWERS + 1, wire.PIECES, wire.BATCH, wire.LONG]
+    one = Fuzz(module, seed)
     for _ in range(steps):
-        what = chance.randrange(6)
-        if what == 0:
-            data = bytearray(wire.encode_frame(chance.choice(frames)))
-            for _ in range(chance.randrange(3)):
-                data[chance.randrange(len(data))] = chance.randrange(256)
-            del data[chance.randrange(1, 40) :]
-            answer = lib.tu_link_arrived(link, wire.CONTROL, len(data), 1, bytes(data))
-            try:
-                ours = isinstance(wire.decode_frame(bytes(data)), wire.Grant | wire.Stalled | wire.Admit)
-            except wire.ProtocolError:
-                ours = False
-            compare("a frame of its own", ours, answer != 1)
-        elif what == 1:
-            queue = chance.choice([*queues, chance.getrandbits(32)])
-            length, count = chance.randrange(1025), chance.randrange(1, 4)
-            answer = lib.tu_link_arrived(link, queue, length, count, chance.randbytes(length * count))
-            assert answer in (0, 1, INVALID_PARAM)
-        elif what == 2:
-            lib.tu_link_receive(link, chance.choice(queues), chance.choice([0, 8, 1 << 40]), chance.random() < 0.5)
-        elif what == 3 and len(tokens) < 5:
-            tokens.append(lib.tu_link_wait(link, [chance.randrange(3), wire.CONVERSATIONS], 2))
-        elif what == 4 and tokens:
-            token = tokens.pop(chance.randrange(len(tokens)))
-            if chance.random() < 0.5:
-                lib.tu_link_leave(token)
-            elif lib.tu_link_take(token, 8, False, number) == lib.TU_LINK_EMPTY:
-                tokens.append(token)
-        elif sends and chance.random() < 0.5:
-            lib.tu_link_leave_send(sends.pop())
-        else:
-            data = bytes(chance.randrange(1025))
-            if lib.tu_link_send(link, chance.randrange(3), data, len(data)) == lib.TU_LINK_WAITS:
-                sends.append(lib.tu_link_wait_send(link, chance.randrange(3), len(data)))
-        list(links.sent())
-    lib.tu_link_close(link)
-    for token in tokens:
-        lib.tu_link_leave(token)
-    for token in sends:
-        lib.tu_link_leave_send(token)
-    lib.tu_links_destroy(links.links)
-    lib.fake_log_take(links._log)
-    compare("allocated", 0, lib.fake_allocated)
+        one.step()
+    one.close()
 
 
 def main(seed: int, steps: int, *options: str) -> None:

@@ -57,12 +57,10 @@ def test_under_sanitizers(rounds: Rounds) -> None:
 
 #: By name: a file, what is there, and what is planted.
 FAULTS = {
-    "a message that was left wakes nobody": (
-        "receiving.c",
-        "    if (place->has) {\n        serve_next(queue);\n    }\n",
-        "",
-    ),
-    "whoever runs first gets the first message": ("receiving.c", "message_at(queue, index)", "message_at(queue, 0)"),
+    "a message that was left wakes nobody": ("messages.c", "    if (place->has) {\n", "    if (false) {\n"),
+    "a message is taken before those in front": ("messages.c", "settled && tu_is_settled(item", "tu_is_settled(item"),
+    "a message in another's buffer is not saved": ("messages.c", "held->state == TU_ITEM_ARRIVED", "false"),
+    "whoever runs first gets the first message": ("receiving.c", "tu_item_at(queue, index);", "tu_item_at(queue, 0);"),
     "who leaves keeps the credit": ("sending.c", "        token->link->credit += token->cost;\n", "        ;\n"),
     "a frame overtakes the batch": ("sending.c", "    tu_link_flush(link);\n    own =", "    own ="),
     "a queue is forgotten with its admission": ("queues.c", " && !queue->admitted_by_us", ""),
@@ -267,6 +265,27 @@ def test_the_endpoint_goes_first(native: Any) -> None:
     side.destroy()
 
 
+def test_no_memory_to_save_a_message(native: Any) -> None:
+    """The receive that gets it hears that; those behind it are not lost."""
+    side = Native(native)
+    lib = side.lib
+    assert lib.tu_link_announced(side.link, 1, 99, 5, True) == 0
+    token = side.wait(1)
+    assert side.take(token) is Answer.BEGIN
+    item = lib.tu_link_begin(token, 1)
+    lib.tu_link_leave(token)
+    side.arrived(1, b"other")
+    assert side.receive(1) is Answer.EMPTY
+    assert lib.tu_link_moved(item)
+    lib.tu_allocations_left = 0
+    lib.tu_link_save(side.link, item, b"first")
+    lib.tu_allocations_left = -1
+    assert side.receive(1) is Answer.REFUSED
+    assert side.receive(1) == b"other"
+    side.close()
+    side.destroy()
+
+
 def test_the_end_of_one_queue(native: Any) -> None:
     side = Native(native)
     side.arrived(1, b"last")
@@ -361,6 +380,13 @@ def scenario(module: Any, allocations: int) -> tuple[list[object], list[tuple[in
         lambda: side.arrived(10, b"x", b"y"),
         lambda: side.receive(10),
         lambda: side.send_frame(wire.Leave(7, 0), later=True),
+        lambda: lib.tu_link_announced(side.link, 12, 99, 4, False),
+        lambda: lib.tu_link_announced(side.link, 12, 98, 4, True),
+        lambda: wait(12),
+        lambda: side.take(tokens[-1]),
+        lambda: lib.tu_link_drop(tokens.pop(), 12),
+        lambda: lib.tu_links_discarded(side.links.links),
+        lambda: lib.tu_links_discarded(side.links.links),
     ]
     lib.tu_allocations_left = allocations
     for step in steps:
@@ -390,7 +416,7 @@ def scenario(module: Any, allocations: int) -> tuple[list[object], list[tuple[in
 def test_memory_that_is_refused(native: Any) -> None:
     """What was refused can be done again, or the link has broken: nothing is lost without a word."""
     trace, sent, _ = scenario(native, -1)
-    assert len(trace) == 25
+    assert len(trace) == 32
     refused = 0
     for allocations in range(60):
         got, got_sent, times = scenario(native, allocations)

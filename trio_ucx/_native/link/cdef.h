@@ -10,6 +10,8 @@
 #define TU_LINK_EMPTY -1002    /* no message is there: tu_link_wait */
 #define TU_LINK_ENDED -1003    /* and none will come, or nothing can be sent any more: Python knows why */
 #define TU_LINK_TOO_LONG -1004 /* the message was dropped, and its sender told: tu_links_length */
+#define TU_LINK_BEGIN -1005    /* the message is UCX's: tu_link_begin or tu_link_drop; tu_links_length, tu_links_handle */
+#define TU_LINK_SAVE -1006     /* the message in the receive's buffer is another's: tu_link_save, then try again */
 
 #define TU_LINK_OUT 65536      /* bytes of tu_links_out, the most that one call takes */
 #define TU_STREAM_QUEUE 0x80000001 /* the tag queue of the byte stream; an empty message is its end */
@@ -17,6 +19,7 @@
 typedef struct tu_links tu_links_t;
 typedef struct tu_link tu_link_t;
 typedef struct tu_token tu_token_t;
+typedef struct tu_item tu_item_t;
 
 /* All links of a worker. NULL: there is no memory. */
 tu_links_t *tu_links_create(void);
@@ -24,8 +27,11 @@ tu_links_t *tu_links_create(void);
 void tu_links_destroy(tu_links_t *links);
 /* Where the bytes of a message are that was taken, until the next call. */
 char *tu_links_out(tu_links_t *links);
-/* The length of the message to which TU_LINK_TOO_LONG was the answer. */
+/* The length of the message to which TU_LINK_TOO_LONG or TU_LINK_BEGIN was the answer, and UCX's handle of the latter. */
 size_t tu_links_length(const tu_links_t *links);
+uint64_t tu_links_handle(const tu_links_t *links);
+/* Takes UCX's handle of a message that nobody wants; 0: there is none. */
+uint64_t tu_links_discarded(tu_links_t *links);
 /* The worker has progressed: a message that follows is no part of a burst. */
 void tu_links_progressed(tu_links_t *links);
 /* Sends the batches that have begun. */
@@ -82,11 +88,33 @@ int64_t tu_link_receive(tu_link_t *link, uint32_t number, size_t limit, bool loo
  * at a time. NULL: there is no memory. */
 tu_token_t *tu_link_wait(tu_link_t *link, const uint32_t *numbers, size_t count);
 /* The same as tu_link_receive for a token, which is over then, unless the message stays or the answer is
- * TU_LINK_EMPTY. */
+ * TU_LINK_EMPTY, _BEGIN or _SAVE. If the message has arrived in the receive's buffer, it is there. */
 int64_t tu_link_take(tu_token_t *token, size_t limit, bool look, uint32_t *number);
+/* What has arrived in its buffer must have been saved. */
 void tu_link_leave(tu_token_t *token);
 /* From now on a message takes the place of those before it that no token is to have. */
 int tu_link_newest(tu_link_t *link, uint32_t number);
+
+/* ---- large messages: UCX holds them until their receive begins a transfer to its own buffer ---- */
+
+/* One has arrived. Returns 0, or a status: the handle is the caller's then. `whole`: UCX is known to have all of it. */
+int tu_link_announced(tu_link_t *link, uint32_t number, uint64_t handle, size_t length, bool whole);
+/* After TU_LINK_BEGIN: the transfer has begun. */
+tu_item_t *tu_link_begin(tu_token_t *token, uint32_t number);
+/* After TU_LINK_BEGIN: the message does not suit the receive, and is dropped. The token is over. */
+void tu_link_drop(tu_token_t *token, uint32_t number);
+/* A transfer has ended well. Returns whether the message is to be saved, because its receive has left. */
+bool tu_link_moved(tu_item_t *item);
+/* A transfer has failed: its tag queue ends at this message. */
+void tu_link_failed(tu_link_t *link, tu_item_t *item);
+/* The peer is lost: each tag queue ends at the first message that has not arrived whole. */
+void tu_link_lose(tu_link_t *link);
+/* The peer closes: drops the messages that are still with it, because their sends were cancelled. */
+void tu_link_forget_with_sender(tu_link_t *link);
+/* A message that has arrived in a receive's buffer is copied to memory of ours. */
+void tu_link_save(tu_link_t *link, tu_item_t *item, const void *data);
+/* The message in a receive's buffer; NULL: there is none, or it has not arrived. */
+tu_item_t *tu_token_holds(tu_token_t *token);
 
 /* ---- what is there ---- */
 

@@ -88,7 +88,7 @@ void tu_link_count(const tu_link_t *link, tu_link_counts_t *out)
 size_t tu_link_held(const tu_link_t *link, uint32_t number, size_t *bytes)
 {
     tu_queue_t *queue = tu_queue_find(link, number);
-    const tu_small_t *message;
+    const tu_item_t *message;
 
     *bytes = 0;
     if (queue == NULL) {

@@ -9,7 +9,9 @@
  *   tu_link_t, its queues       tu_link_open; queues    tu_link_close, or after that   no
  *                               when they are used      with the last token; queues
  *                                                       when they are idle, too
- *   tu_small_t                  tu_link_arrived         when it is taken or dropped    no
+ *   tu_item_t                   tu_link_arrived,        when it is taken or dropped;   no
+ *                               tu_link_announced       by tu_link_moved, if that was
+ *                                                       while it was MOVING
  *   tu_token_t                  tu_link_wait,           when its task has got its      no
  *                               tu_link_wait_send       message or its end, or leaves
  *   tu_own_t                    tu_link_send_frame; a   when UCX is done with it. One  until its callback
@@ -30,22 +32,39 @@
 #define TU_MOST_ADMISSIONS 65536
 #endif
 
+/* A length that no message has: what messages cost can be added without an overflow. */
+#define TU_LONGEST_MESSAGE ((size_t)1 << 48)
+
 typedef struct tu_queue tu_queue_t;
 
+typedef enum tu_item_state {
+    TU_ITEM_READY,             /* in memory of ours */
+    TU_ITEM_HELD,              /* UCX has it */
+    TU_ITEM_MOVING,            /* on its way to the buffer of a receive */
+    TU_ITEM_ARRIVED,           /* there */
+} tu_item_state_t;
+
 /* A message that nobody has taken. */
-typedef struct tu_small {
-    struct tu_small *next;
-    uint32_t length;
-    uint32_t taken;            /* bytes of a piece of the byte stream that were read */
-    char data[];
-} tu_small_t;
+struct tu_item {
+    struct tu_item *next;
+    tu_queue_t *queue;         /* NULL: it was dropped, while it is MOVING */
+    tu_token_t *holder;        /* in whose buffer it is, or to which it is on its way; NULL: that one has left */
+    uint64_t handle;           /* UCX's, while it is HELD */
+    char *data;                /* if READY; NULL: there was no memory for it */
+    size_t length;
+    size_t taken;              /* bytes of a piece of the byte stream that were read */
+    tu_item_state_t state;
+    bool whole;                /* UCX is known to have all of it */
+    char here[];               /* where `data` is of a message that was READY from the beginning */
+};
 
 /* The place of a token in a tag queue. */
 typedef struct tu_place {
     tu_list_t link;            /* in queue->places */
     tu_queue_t *queue;
     tu_token_t *token;
-    bool has;                  /* a message is there for it: the place at index n takes message n */
+    bool has;                  /* there is a message for it: the place at index n takes message n */
+    bool was_large;            /* it has taken one that was not READY, for which others behind it waited */
 } tu_place_t;
 
 /* A task that waits. */
@@ -57,6 +76,7 @@ struct tu_token {
     tu_list_t in_queue;        /* in queue->sends */
     int64_t cost;
     bool reserved;             /* its cost was taken from the credit */
+    tu_item_t *held;           /* the message in its buffer, or on its way there */
     size_t count;
     tu_place_t places[];
 };
@@ -66,10 +86,12 @@ struct tu_queue {
     uint32_t number;           /* which this side reads */
     bool receives_end, sends_end, newest;
     bool at_end;               /* the end of the byte stream was read */
+    bool deaf;                 /* a message is missing: those that arrive later are dropped */
     bool admitted_by_peer;     /* the next message may be sent whatever the credit */
     bool admitted_by_us;
     size_t count;
-    tu_small_t *first, **last;
+    size_t large;              /* those of them that are not READY */
+    tu_item_t *first, **last;
     size_t waiting;
     tu_list_t places;          /* tu_place_t, in order */
     tu_place_t *lacks;         /* the first one that has no message; NULL: none */
@@ -92,11 +114,13 @@ struct tu_links {
     tu_list_t broken;          /* tu_link_t.news */
     tu_list_t batches;         /* tu_link_t.in_batches */
     tu_list_t orphans;         /* tu_own_t of links that have gone */
+    tu_item_t *discarded;      /* that were HELD, and nobody wants */
     tu_own_t *spare;           /* a batch that is not used */
     uint64_t polls;
     size_t count;              /* links that have memory */
     bool destroyed;
-    size_t length;
+    size_t length;             /* what tu_links_length and _handle return */
+    uint64_t handle;
     char out[TU_LINK_OUT];
 };
 
@@ -175,9 +199,58 @@ void tu_sends_wake(tu_link_t *link);
 void tu_sends_admitted(tu_link_t *link, tu_queue_t *queue);
 void tu_sends_end(tu_link_t *link, tu_queue_t *queue);
 
+/* ---- grants.c ---- */
+
+/* Whether a receive ends that finds no message there; `queue` may be NULL. */
+bool tu_queue_has_ended(const tu_link_t *link, uint32_t number, const tu_queue_t *queue);
+/* What was read is granted, if it is enough. */
+void tu_grant_if_due(tu_link_t *link);
+/* A receive has found a queue empty: if its peer lacks credit, it gets some, and may send the next message. */
+void tu_found_empty(tu_link_t *link, tu_queue_t *queue);
+/* Tells the sender of a message that was too long. */
+void tu_report_dropped(tu_link_t *link, const tu_queue_t *queue, size_t length);
+/* Returns 1 if it is Python's. */
+int tu_frame_arrived(tu_link_t *link, const char *data, size_t length);
+
+/* ---- messages.c ---- */
+
+tu_place_t *tu_place_after(tu_queue_t *queue, tu_place_t *place);
+size_t tu_place_index(const tu_place_t *place);
+void tu_place_add(tu_link_t *link, tu_place_t *place);
+/* Its message, if it has one, is for the next place. */
+void tu_place_remove(tu_place_t *place);
+/* Wakes those who may go on. Needed only while messages are not READY. */
+void tu_places_serve(tu_queue_t *queue);
+/* Messages were dropped: finds out anew which places have one. */
+void tu_places_recount(tu_link_t *link, tu_queue_t *queue);
+
+/* Where the queue has its message with this index. */
+tu_item_t **tu_item_at(tu_queue_t *queue, size_t index);
+/* Whether a message that is before others will be taken before them: its receive can no longer leave. */
+bool tu_is_settled(const tu_item_t *item, const tu_token_t *token);
+/* Whether the message with this index can be taken. */
+bool tu_is_at_hand(tu_queue_t *queue, size_t index);
+/* Takes a message out of its queue, and frees it, unless UCX or a transfer still has it. */
+void tu_item_drop(tu_link_t *link, tu_queue_t *queue, tu_item_t **from);
+/* The same, and grants what it cost. */
+void tu_item_remove(tu_link_t *link, tu_queue_t *queue, tu_item_t **from);
+
+/* Adds a message, with its bytes or with UCX's handle. False: there is no memory, and the link has broken. */
+bool tu_message_add(tu_link_t *link, tu_queue_t *queue, const char *data, uint64_t handle, bool whole, size_t length);
+/* The last message has arrived. */
+void tu_message_arrived(tu_link_t *link, tu_queue_t *queue, size_t length);
+/* Drops the messages but the last that no place has. */
+void tu_messages_keep_newest(tu_link_t *link, tu_queue_t *queue);
+/* Drops a message that will not arrive, and everything behind it: nothing is delivered behind what is missing. */
+void tu_messages_cut(tu_link_t *link, tu_queue_t *queue, const tu_item_t *missing);
+void tu_messages_drop(tu_link_t *link, tu_queue_t *queue);
+/* Wakes those that will get no message, if that is so. */
+void tu_receives_end(tu_link_t *link, tu_queue_t *queue);
+
 /* ---- receiving.c ---- */
 
-void tu_receives_end(tu_link_t *link, tu_queue_t *queue);
-void tu_messages_drop(tu_link_t *link, tu_queue_t *queue);
+tu_place_t *tu_place_in(tu_token_t *token, const tu_queue_t *queue);
+/* Its message was taken out of the queue: the token is over. */
+void tu_place_used(tu_token_t *token, tu_place_t *place, bool was_large);
 
 #endif

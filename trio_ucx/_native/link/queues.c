@@ -109,7 +109,7 @@ static bool is_idle(const tu_link_t *link, const tu_queue_t *queue)
 {
     return queue->count == 0 && queue->waiting == 0 && tu_list_is_empty(&queue->sends) &&
            queue->last_sent <= link->arrived_there && !queue->admitted_by_peer && !queue->admitted_by_us &&
-           !queue->receives_end && !queue->sends_end && !queue->newest && !queue->at_end;
+           !queue->receives_end && !queue->sends_end && !queue->newest && !queue->at_end && !queue->deaf;
 }
 
 void tu_queue_forget_if_idle(tu_link_t *link, tu_queue_t *queue)

@@ -25,6 +25,8 @@ static void links_free_if_over(tu_links_t *links)
             tu_list_remove(&own->link);
             free(own);
         }
+        while (tu_links_discarded(links) != 0) { /* UCX has gone */
+        }
         free(links->spare);
         free(links);
     }
@@ -44,6 +46,24 @@ char *tu_links_out(tu_links_t *links)
 size_t tu_links_length(const tu_links_t *links)
 {
     return links->length;
+}
+
+uint64_t tu_links_handle(const tu_links_t *links)
+{
+    return links->handle;
+}
+
+uint64_t tu_links_discarded(tu_links_t *links)
+{
+    tu_item_t *item = links->discarded;
+    uint64_t handle = 0;
+
+    if (item != NULL) {
+        handle           = item->handle;
+        links->discarded = item->next;
+        free(item);
+    }
+    return handle;
 }
 
 void tu_links_progressed(tu_links_t *links)

@@ -1,0 +1,115 @@
+/* Transfers of large messages to the buffers of receives. If the task of a receive is cancelled, its transfer goes on; then
+ * the message is saved to memory of ours, and is the first of its queue again. The receives behind it get the messages
+ * before theirs; what has arrived in their buffers is saved, too. */
+#include <string.h>
+
+#include "link.h"
+
+tu_item_t *tu_link_begin(tu_token_t *token, uint32_t number)
+{
+    tu_queue_t *queue = tu_queue_find(token->link, number);
+    tu_item_t *item   = *tu_item_at(queue, tu_place_index(tu_place_in(token, queue)));
+
+    item->state  = TU_ITEM_MOVING;
+    item->holder = token;
+    token->held  = item;
+    tu_places_serve(queue);
+    return item;
+}
+
+void tu_link_drop(tu_token_t *token, uint32_t number)
+{
+    tu_queue_t *queue = tu_queue_find(token->link, number);
+    tu_place_t *place = tu_place_in(token, queue);
+    tu_item_t **from  = tu_item_at(queue, tu_place_index(place));
+    size_t length     = (*from)->length;
+
+    tu_item_remove(token->link, queue, from);
+    tu_report_dropped(token->link, queue, length);
+    tu_place_used(token, place, true);
+}
+
+bool tu_link_moved(tu_item_t *item)
+{
+    if (item->queue == NULL) {
+        free(item);
+        return false;
+    }
+    item->state = TU_ITEM_ARRIVED;
+    if (item->holder != NULL) {
+        tu_places_serve(item->queue);
+    }
+    return item->holder == NULL;
+}
+
+void tu_link_save(tu_link_t *link, tu_item_t *item, const void *data)
+{
+    item->data = tu_malloc(item->length > 0 ? item->length : 1);
+    if (item->data != NULL) {
+        memcpy(item->data, data, item->length);
+    }
+    if (item->holder != NULL) {
+        item->holder->held = NULL;
+        item->holder       = NULL;
+    }
+    item->state = TU_ITEM_READY;
+    item->queue->large--;
+    tu_places_serve(item->queue);
+    if (item->queue->newest) {
+        tu_messages_keep_newest(link, item->queue);
+    }
+}
+
+void tu_link_failed(tu_link_t *link, tu_item_t *item)
+{
+    if (item->queue != NULL) {
+        tu_messages_cut(link, item->queue, item);
+    }
+    free(item);
+}
+
+static bool is_with_sender(const tu_item_t *item)
+{
+    return item->state == TU_ITEM_HELD && !item->whole;
+}
+
+static void lose(tu_link_t *link, tu_queue_t *queue)
+{
+    tu_item_t *item;
+
+    for (item = queue->first; item != NULL; item = item->next) {
+        if (item->state == TU_ITEM_MOVING || is_with_sender(item)) {
+            tu_messages_cut(link, queue, item);
+            return;
+        }
+    }
+}
+
+void tu_link_lose(tu_link_t *link)
+{
+    tu_queues_each(link, lose);
+}
+
+static void forget_with_sender(tu_link_t *link, tu_queue_t *queue)
+{
+    tu_item_t **from = &queue->first;
+
+    while (*from != NULL) {
+        if (is_with_sender(*from)) {
+            tu_item_drop(link, queue, from);
+        } else {
+            from = &(*from)->next;
+        }
+    }
+    tu_places_recount(link, queue);
+}
+
+void tu_link_forget_with_sender(tu_link_t *link)
+{
+    tu_queues_each(link, forget_with_sender);
+}
+
+tu_item_t *tu_token_holds(tu_token_t *token)
+{
+    return token->held != NULL && token->held->state == TU_ITEM_ARRIVED ? token->held : NULL;
+}
