@@ -16,7 +16,7 @@ is cancelled instead, the next one gets its message.
 * A message that is longer than the limit of its receive is dropped, and its sender told.
 * A large message stays with UCX (HELD) until its task begins a *transfer* into its own buffer. Transfers overlap, but
   receives complete in order: a message is taken only when those before it are at hand. If the task of a transfer is
-  cancelled, the transfer goes on without it; then the message is saved to memory of ours, and is the first again. The
+  cancelled, the transfer goes on without it; then the message is saved to memory of ours, and keeps its position. The
   receives behind it get the messages before theirs: one whose buffer has another message by now saves that, too.
 * When receives or sends end, the tokens of those that would wait for ever are due, and their tasks get the end.
 """
@@ -34,6 +34,10 @@ from trio_ucx._rules import wire
 from trio_ucx._rules.credit import LONE
 from trio_ucx._rules.credit import cost as cost
 
+#: Transfers of one queue that may go on at once.
+AHEAD = 8
+#: The most bytes that one read of the byte stream returns.
+MOST_READ = 65536
 #: The most tag queues whose next message one side may have admitted.
 MOST_ADMISSIONS = 1 << 16
 
@@ -156,6 +160,8 @@ class Side:
     sends_end: bool = False
     # What may be sent.
     credit: int = attrs.field(init=False)
+    #: What was sent costs, less what was granted.
+    charged: int = 0
     sent: int = 0
     arrived_there: int = 0
     grants: int = 0
@@ -167,6 +173,8 @@ class Side:
     line: list[Queue] = attrs.Factory(list)
     # What arrives.
     outstanding: int = 0
+    #: The part of that which came by an admission, at most.
+    admitted: int = 0
     unread: int = 0
     received: int = 0
     granted: int = 0
@@ -220,7 +228,7 @@ class Side:
         """The task of a send whose token was due sends its message. The token has left."""
         answer = Answer.ENDED if self.sends_end else Answer.REFUSED if refused else Answer.SENT
         if answer is Answer.SENT:
-            self.reserved.remove(token)
+            self.reserved.remove(token)  # it was paid
             self._post(self.waiting[token][0], data)
         self.leave_send(token)
         return answer
@@ -242,6 +250,7 @@ class Side:
 
     def _post(self, queue: Queue, data: bytes) -> None:
         queue.last_sent = self.sent = self.sent + 1
+        self.charged += cost(len(data), self.threshold)
         queue.admitted_by_peer = False
         self.frames.append(Message(queue.number, data))
 
@@ -280,11 +289,13 @@ class Side:
         queue = self.queue(number)
         place = len(queue.receives)
         if queue.at_end or self.is_at_hand(queue, place):
-            return self._take(queue, place, limit)
+            data = self._take(queue, place, limit)
+            self._end_receives(queue)
+            return data
         if len(queue.messages) > place:
             return Answer.EMPTY
         if self._ended(queue):
-            return Answer.ENDED
+            return Answer.EMPTY if queue.messages else Answer.ENDED
         self._found_empty(queue)
         return Answer.EMPTY
 
@@ -314,20 +325,21 @@ class Side:
             item = self.holding[token]
             if item.state is State.MOVING:
                 return 0, Answer.EMPTY
-            if queue.messages[queue.receives.index(token)] is not item:
+            place = queue.receives.index(token)
+            if place >= len(queue.messages) or queue.messages[place] is not item:
                 return queue.number, Answer.SAVE
             if not self._settled(queue, queue.receives.index(token)):
                 return 0, Answer.EMPTY
             queue.messages.remove(item)
             del self.holding[token]
             self._consumed(len(item.data))
-            self._gone(token, queue)
+            self.leave(token)
             return queue.number, item.data
         for queue in queues:
             place = queue.receives.index(token)
             if queue.at_end or self.is_at_hand(queue, place):
                 data = self._take(queue, place, limit)
-                self._gone(token, queue)
+                self.leave(token)
                 return queue.number, data
             if place < len(queue.messages) and queue.messages[place].state is State.HELD:
                 return queue.number, Answer.BEGIN
@@ -350,15 +362,7 @@ class Side:
             self._serve(queue)
         for queue in queues:
             self._keep_newest(queue)
-
-    def _gone(self, token: int, queue: Queue) -> None:
-        """A token has taken a message of this queue."""
-        queue.receives.remove(token)
-        self._notice(queue)
-        self._serve(queue)
-        self.waits[token] = [each for each in self.waits[token] if each is not queue]
-        self.leave(token)
-        self._keep_newest(queue)
+            self._end_receives(queue)
 
     # ---- transfers ----
 
@@ -372,7 +376,6 @@ class Side:
         item = queue.messages[queue.receives.index(token)]
         item.state, item.holder = State.MOVING, token
         self.holding[token] = item
-        self._serve(queue)
 
     def drop(self, token: int, number: int) -> None:
         """The message of a token is too long for it. The token has left."""
@@ -380,7 +383,7 @@ class Side:
         item = queue.messages.pop(queue.receives.index(token))
         self._consumed(len(item.data))
         self.frames.append(Dropped(number, len(item.data)))
-        self._gone(token, queue)
+        self.leave(token)
 
     def moved(self, item: Item, number: int) -> bool:
         """A transfer has ended. Returns whether the message is to be saved, because its task has gone."""
@@ -431,9 +434,13 @@ class Side:
                 del self.holding[item.holder]
                 item.holder = None
         self._notice(queue)
-        for token in queue.receives[len(queue.messages) :] if self._ended(queue) else []:
-            self._wake(token)
+        self._end_receives(queue)
         self._serve(queue)
+
+    def _end_receives(self, queue: Queue) -> None:
+        """Wakes those that will get no message. As long as one is there, they may get it: those in front may leave."""
+        for token in queue.receives if self._ended(queue) and not queue.messages else []:
+            self._wake(token)
 
     def _settled(self, queue: Queue, place: int) -> bool:
         """True if the messages before this place are at hand."""
@@ -452,17 +459,19 @@ class Side:
 
     def _serve(self, queue: Queue) -> None:
         """Wakes those who may go on."""
+        ahead = 0  # transfers that go on, or may begin
         for place, token in enumerate(queue.receives):
             held = self.holding.get(token)
             item = queue.messages[place] if place < len(queue.messages) else None
+            ahead += item is not None and item.state is not State.READY
             if held is not None and held not in queue.messages:
                 continue  # a message of another queue
             if held is not None and held is not item:
                 may = held.state is State.ARRIVED  # to save it
             elif item is None:
-                return
+                continue
             elif held is None and item.state is State.HELD:
-                may = True
+                may = ahead <= AHEAD
             else:
                 may = self.is_at_hand(queue, place)
             if may:
@@ -487,7 +496,7 @@ class Side:
     def _waits_in_vain(self, token: int, which: Callable[[Iterable[bool]], bool]) -> bool:
         """True if no message will come for it, in any or in all of its queues."""
         queues = self.waits[token]
-        return which(self._ended(queue) and queue.receives.index(token) >= len(queue.messages) for queue in queues)
+        return which(self._ended(queue) and not queue.messages for queue in queues)
 
     def _ended(self, queue: Queue) -> bool:
         return self.receives_end or queue.ended or (self.drains and queue.number < wire.CONVERSATIONS)
@@ -504,7 +513,7 @@ class Side:
 
     def _read(self, queue: Queue, limit: int) -> bytes:
         """Joins the first pieces of the byte stream."""
-        data = b""
+        data, limit = b"", min(limit, MOST_READ)
         while queue.messages and queue.messages[0].state is State.READY and len(data) < limit and not queue.at_end:
             item = queue.messages[0]
             if not item.data and data:
@@ -548,6 +557,7 @@ class Side:
         amount = self.outstanding - self.unread
         if amount > 0:
             self.outstanding -= amount
+            self.admitted = min(self.admitted, self.outstanding)
             self.granted += 1
             self.stalled = False  # a peer that still is will say so
             self.frames.append(Grant(amount, self.received))
@@ -573,19 +583,23 @@ class Side:
         if isinstance(frame, Message):
             self._message_arrived(self.queue(frame.queue), Item(frame.data))
         elif isinstance(frame, Grant):
-            if frame.amount > self.peer_window - self.credit:
+            if frame.amount > self.charged or not self.arrived_there <= frame.received <= self.sent:
                 raise Refused
+            self.charged -= frame.amount
             self.credit += frame.amount
             self.arrived_there = frame.received
             self.grants += 1
             self._wake_sends()
         elif isinstance(frame, Stalled):
-            if frame.grants == self.granted and not self._grant():  # else a grant is on its way
+            on_its_way = frame.grants != self.granted or self._grant()
+            if not on_its_way and not self.stalled:
                 self.stalled = True
                 for queue in list(self.awaited):
                     if not self._ended(queue):
                         self._found_empty(queue)
         elif isinstance(frame, Admit):
+            if not self.arrived_there <= frame.received <= self.sent:
+                raise Refused
             queue = self.queue(frame.queue)
             self.arrived_there = frame.received
             if queue.last_sent <= frame.received and not queue.admitted_by_peer:
@@ -603,13 +617,17 @@ class Side:
 
     def _message_arrived(self, queue: Queue, item: Item) -> None:
         amount = cost(len(item.data), self.peer_threshold)
+        before = self.outstanding - self.admitted  # what was admitted may have overtaken what had its credit already
+        if not (amount <= self.window - before or queue.admitted_by_us or (not before and amount <= LONE)):
+            raise Refused  # it had no credit for that
         self.received += 1
         self.outstanding += amount
+        self.admitted += amount * queue.admitted_by_us
+        queue.admitted_by_us = False
         if queue.ended:
             self._grant_if_due()
             return
         self.unread += amount
-        queue.admitted_by_us = False
         queue.messages.append(item)
         self._keep_newest(queue)
         self._notice(queue)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 
 import attrs
-from link_model import Answer, Frame, Grant, Item, Message, Side, State, cost
+from link_model import AHEAD, Answer, Frame, Grant, Item, Message, Side, State, cost
 
 from trio_ucx._rules import wire
 from trio_ucx._rules.credit import LONE
@@ -16,9 +16,9 @@ from trio_ucx._rules.credit import LONE
 QUEUES = range(3)
 #: Some need all of a window, or more.
 SIZES = [0, 0, 1, 8, 8, 100, 1024, 1025, 4000, 20_000]
-_LARGE = 65536
+_LARGE = 1 << 17
 #: Of a world with long transfers.
-LARGE_SIZES = [8, 1025, 1025, 2000, 4000]
+LARGE_SIZES = [8, 1025, 1025, 2000, 4000, 66_000]
 #: Messages from this size on may be large ones, which UCX holds.
 HELD = 1025
 
@@ -57,7 +57,7 @@ class End:
 
 
 class World:
-    """Two ends, and a chance.
+    """Two ends, and a source of random choices.
 
     Args:
         make: makes a side, of its window, its peer's, and both thresholds.
@@ -86,6 +86,8 @@ class World:
         self.several = several
         self.may_end = ends
         self.over = False
+        #: The most receives that have waited at the same time.
+        self.most_waits = 0
         self.newest = self.chance.choice([None, None, 2])
         if self.newest is not None:
             for end in self.ends:
@@ -240,7 +242,9 @@ class World:
         network = self.other(end).network
         if network:
             frame = network.popleft()
-            if isinstance(frame, Message) and len(frame.data) >= HELD and self.chance.random() < 0.7:
+            size = len(frame.data) if isinstance(frame, Message) else 0
+            if size > 65536 or (size >= HELD and self.chance.random() < 0.7):
+                assert isinstance(frame, Message)
                 end.side.announced(frame, self.chance.random() < 0.5)
             else:
                 end.side.arrived(frame)
@@ -256,15 +260,18 @@ class World:
             for queue in side.queues.values():
                 for place, token in enumerate(queue.receives[: len(queue.messages)]):
                     item, held = queue.messages[place], side.holding.get(token)
-                    at_hand = held in (None, item) and side.is_at_hand(queue, place)
-                    if at_hand or (held is None and item.state is State.HELD):
+                    begins = held is None and item.state is State.HELD and place < AHEAD
+                    if begins or (held in (None, item) and side.is_at_hand(queue, place)):
                         require(token in side.due, "a message is there, and nobody is woken", queue)
             flying = sum(cost(len(frame.data), side.threshold) for frame in end.network if isinstance(frame, Message))
             grants = sum(frame.amount for frame in self.other(end).network if isinstance(frame, Grant))
             reserved = sum(side.waiting[token][1] for token in side.reserved)
             total = side.credit + reserved + flying + there.outstanding + grants
             require(total == side.peer_window, "credit is lost, or made", total, side.peer_window)
-            admitted = len(there.queues) * max(map(cost, SIZES, [0] * len(SIZES))) + LONE
+            self.most_waits = max(self.most_waits, len(side.waits), len(there.waits))
+            admitted = (len(there.queues) + self.most_waits) * max(
+                cost(size, 0) for size in [*SIZES, *LARGE_SIZES]
+            ) + LONE
             require(there.unread <= there.window + admitted, "too much is unread", there.unread)
             require(self.other(end).wrote.startswith(end.read), "the byte stream is not what was written")
 

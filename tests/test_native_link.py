@@ -4,6 +4,7 @@ without memory, with anything that a peer may send, and under AddressSanitizer."
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from helpers import Rounds
 from link_model import Answer
-from native_link import NATIVE, NO_MEMORY, NativeLinks, build, compare, fuzz, play_paired
+from native_link import CANCELED, INVALID_PARAM, NATIVE, NO_MEMORY, NativeLinks, build, compare, fuzz, play_paired
 
 from trio_ucx._rules import wire
 
@@ -62,7 +63,11 @@ FAULTS = {
     "a message in another's buffer is not saved": ("messages.c", "held->state == TU_ITEM_ARRIVED", "false"),
     "whoever runs first gets the first message": ("receiving.c", "tu_item_at(queue, index);", "tu_item_at(queue, 0);"),
     "who leaves keeps the credit": ("sending.c", "        token->link->credit += token->cost;\n", "        ;\n"),
-    "a frame overtakes the batch": ("sending.c", "    tu_link_flush(link);\n    own =", "    own ="),
+    "a frame overtakes the batch": (
+        "sending.c",
+        "(tu_link_flush(link) != UCS_OK) {\n        return",
+        "(false) {\n        return",
+    ),
     "a queue is forgotten with its admission": ("queues.c", " && !queue->admitted_by_us", ""),
     "a token that is due is freed": ("worker.c", "    tu_list_remove(&token->due);\n    free", "    free"),
 }
@@ -265,14 +270,164 @@ def test_the_endpoint_goes_first(native: Any) -> None:
     side.destroy()
 
 
+def begin(side: Native, number: int, size: int) -> tuple[Any, Any]:
+    """A large message has arrived, and its receive has begun the transfer. Returns the token and the item."""
+    assert side.lib.tu_link_announced(side.link, number, 99, size, False) == 0
+    token = side.wait(number)
+    assert side.take(token) is Answer.BEGIN
+    return token, side.lib.tu_link_begin(token, number)
+
+
+def test_a_saved_message_that_is_longer_than_one_read(native: Any) -> None:
+    side = Native(native, window=1 << 21)
+    token, item = begin(side, 1, 1 << 20)
+    side.lib.tu_link_leave(token)
+    assert side.lib.tu_link_moved(item)
+    data = random.Random(1).randbytes(1 << 20)
+    side.lib.tu_link_save(side.link, item, data)
+    side.arrived(1, b"next")
+    assert side.receive(1) == data
+    assert side.receive(1) == b"next"
+    side.close()
+    side.destroy()
+
+
+def test_what_arrives_after_a_send_has_failed(native: Any) -> None:
+    """It can be read: the peer's last answer, say."""
+    side = Native(native)
+    side.lib.fake_answer = -25
+    side.send_frame(wire.Ping(1), later=False)
+    assert side.broken() == -25
+    side.arrived(1, b"answer")
+    assert side.receive(1) == b"answer"
+    side.close()
+    side.destroy()
+
+
+def test_a_frame_that_ends_with_its_endpoint(native: Any) -> None:
+    """That is no failure."""
+    side = Native(native)
+    side.lib.fake_answer = side.lib.FAKE_PENDING
+    side.send_frame(wire.Ping(1), later=False)
+    side.lib.tu_link_detach(side.link)
+    side.lib.fake_complete(0, CANCELED)
+    assert side.broken() == 0
+    side.close()
+    side.destroy()
+
+
+def test_a_peer_that_sends_more_than_its_window(native: Any) -> None:
+    """However few bytes it needs for that."""
+    side = Native(native)
+    assert side.arrived(1, *[b""] * 11) == 0
+    assert side.arrived(2, *[b""] * 65535) == INVALID_PARAM
+    assert side.lib.fake_allocated < 40
+    assert side.frame(wire.Grant(1, 0)) == INVALID_PARAM
+    assert side.frame(wire.Grant(0, 1)) == INVALID_PARAM
+    side.close()
+    side.destroy()
+
+
+def test_messages_before_ours_are_dropped(native: Any) -> None:
+    """The peer has closed: a message that has arrived in a buffer is for a receive in front by now."""
+    side = Native(native, window=1 << 20)
+    lib = side.lib
+    first, items = [], []
+    for number in (1, 3):
+        assert lib.tu_link_announced(side.link, number, 99, 9, True) == 0
+        first.append(side.wait(number, 2))
+        assert side.take(first[-1]) is Answer.BEGIN
+        items.append(lib.tu_link_begin(first[-1], number))
+    for whole in (False, False, True):
+        assert lib.tu_link_announced(side.link, 2, 99, 9, whole) == 0
+    token = side.wait(2)
+    assert side.take(token) is Answer.BEGIN
+    items.append(lib.tu_link_begin(token, 2))
+    lib.tu_link_forget_with_sender(side.link)
+    assert not lib.tu_link_moved(items[-1])
+    assert token in side.links.due()
+    assert side.take(token) is Answer.SAVE
+    lib.tu_link_save(side.link, lib.tu_token_holds(token), b"123456789")
+    for other in first:
+        lib.tu_link_leave(other)
+    assert side.take(token) == b"123456789"
+    for item in items[:2]:
+        assert lib.tu_link_moved(item)
+        lib.tu_link_save(side.link, item, b"123456789")
+    while lib.tu_links_discarded(side.links.links):
+        pass
+    side.close()
+    side.destroy()
+
+
+def test_conversations(native: Any) -> None:
+    """A queue is kept while it is open; what arrives when this side has left is dropped, and granted."""
+    side = Native(native, window=8000)
+    lib, number = side.lib, wire.ANSWERS + 5
+    counts = side.ffi.new("tu_link_counts_t *")
+    assert lib.tu_link_open_queue(side.link, number) == 0
+    side.arrived(1, b"1")
+    assert side.receive(1) == b"1"
+    side.arrived(number, b"question")
+    token = side.wait(number)
+    lib.tu_link_leave_queue(side.link, number)
+    assert side.take(token) is Answer.ENDED
+    assert side.send(number, b"") == lib.TU_LINK_ENDED
+    for _ in range(100):
+        assert side.arrived(number, bytes(100)) == CANCELED
+    lib.tu_link_count(side.link, counts)
+    assert counts.unread == 0
+    lib.tu_link_forget_queue(side.link, number)
+    lib.tu_link_count(side.link, counts)
+    assert counts.queues <= 1
+    side.close()
+    side.destroy()
+
+
+def test_a_queue_that_is_named_twice(native: Any) -> None:
+    side = Native(native)
+    token = side.wait(5, 5, 6)
+    side.arrived(6, b"six")
+    side.arrived(5, b"five")
+    assert side.take(token) == b"five"
+    assert side.receive(6) == b"six"
+    side.close()
+    side.destroy()
+
+
+def test_a_send_that_runs_too_early(native: Any) -> None:
+    side = Native(native, peer_window=400)
+    assert side.send(1, bytes(40)) >= 0
+    token = side.lib.tu_link_wait_send(side.link, 1, 40)
+    assert side.lib.tu_link_send_reserved(token, bytes(40), 40) == side.lib.TU_LINK_WAITS
+    assert side.frame(wire.Grant(392, 1)) == 0
+    assert side.links.due() == [token]
+    assert side.lib.tu_link_send_reserved(token, bytes(40), 40) >= 0
+    side.close()
+    side.destroy()
+
+
+def test_a_receive_waits_while_a_message_may_come_to_it(native: Any) -> None:
+    """The receive in front may leave."""
+    side = Native(native)
+    token, item = begin(side, 1, 5)
+    behind = side.wait(1)
+    side.lib.tu_link_answers(side.link, True, False, False)
+    assert side.links.due() == []
+    side.lib.tu_link_leave(token)
+    assert side.lib.tu_link_moved(item)
+    side.lib.tu_link_save(side.link, item, b"12345")
+    assert side.links.due() == [behind]
+    assert side.take(behind) == b"12345"
+    side.close()
+    side.destroy()
+
+
 def test_no_memory_to_save_a_message(native: Any) -> None:
     """The receive that gets it hears that; those behind it are not lost."""
     side = Native(native)
     lib = side.lib
-    assert lib.tu_link_announced(side.link, 1, 99, 5, True) == 0
-    token = side.wait(1)
-    assert side.take(token) is Answer.BEGIN
-    item = lib.tu_link_begin(token, 1)
+    token, item = begin(side, 1, 5)
     lib.tu_link_leave(token)
     side.arrived(1, b"other")
     assert side.receive(1) is Answer.EMPTY
@@ -292,8 +447,8 @@ def test_the_end_of_one_queue(native: Any) -> None:
     tokens = [side.wait(1), side.wait(1), side.wait(2)]
     assert side.links.due() == tokens[:1]
     assert side.lib.tu_link_end_queue(side.link, 1, True, True) == 0
-    assert side.links.due() == tokens[1:2]
     assert side.take(tokens[0]) == b"last"
+    assert side.links.due() == tokens[1:2]
     assert side.take(tokens[1]) is Answer.ENDED
     assert side.receive(1) is Answer.ENDED
     assert side.send(1, b"") == side.lib.TU_LINK_ENDED
@@ -364,15 +519,14 @@ def scenario(module: Any, allocations: int) -> tuple[list[object], list[tuple[in
         lambda: side.receive(3),
         lambda: side.take(tokens.pop()),
         lambda: wait(5, 6, 7),
-        lambda: side.send(4, bytes(3000)) >= 0 or NO_MEMORY,
         lambda: side.send(4, bytes(3000)),
         lambda: wait_send(4, 3000),
         lambda: wait_send(8, 30),
         lambda: side.frame(wire.Stalled(0)),
         lambda: side.frame(wire.Stalled(1)),
         lambda: side.receive(9),
-        lambda: side.frame(wire.Admit(8, 5)),
-        lambda: side.frame(wire.Grant(3000, 3)),
+        lambda: side.frame(wire.Admit(8, 2)),
+        lambda: side.frame(wire.Grant(706, 2)),
         lambda: len(side.links.due()),
         lambda: lib.tu_link_send_reserved(sends.pop(0), bytes(3000), 3000) >= 0,
         lambda: lib.tu_link_newest(side.link, 10),
@@ -387,6 +541,7 @@ def scenario(module: Any, allocations: int) -> tuple[list[object], list[tuple[in
         lambda: lib.tu_link_drop(tokens.pop(), 12),
         lambda: lib.tu_links_discarded(side.links.links),
         lambda: lib.tu_links_discarded(side.links.links),
+        lambda: lib.tu_link_open_queue(side.link, 13),
     ]
     lib.tu_allocations_left = allocations
     for step in steps:

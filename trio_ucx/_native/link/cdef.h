@@ -1,17 +1,17 @@
 /* What Python may call of the links: the messages of Connections.
  *
  * A message stays in its tag queue until a task takes it. A task that has to wait gets a token, and is woken when its
- * token is due; then it takes the message. So nothing is handed over, and a task that is cancelled instead loses nothing.
- * tests/link_model.py says the same in a page of Python, and is compared with this.
+ * token is due; then it takes the message. A task that is cancelled instead loses nothing: its message is in the queue.
+ * tests/link_model.py specifies this; native_link.py compares the two.
  *
  * What is returned is a length, a verdict (see the core's cdef.h), a ucs_status_t, or one of these: */
 #define TU_LINK_BATCHED 1      /* sent, with the batch: tu_links_flush before the thread sleeps */
 #define TU_LINK_WAITS -1001    /* there is no credit: tu_link_wait_send */
 #define TU_LINK_EMPTY -1002    /* no message is there: tu_link_wait */
 #define TU_LINK_ENDED -1003    /* and none will come, or nothing can be sent any more: Python knows why */
-#define TU_LINK_TOO_LONG -1004 /* the message was dropped, and its sender told: tu_links_length */
-#define TU_LINK_BEGIN -1005    /* the message is UCX's: tu_link_begin or tu_link_drop; tu_links_length, tu_links_handle */
-#define TU_LINK_SAVE -1006     /* the message in the receive's buffer is another's: tu_link_save, then try again */
+#define TU_LINK_TOO_LONG -1004 /* the message was dropped, and that was reported to its sender: tu_links_length */
+#define TU_LINK_BEGIN -1005    /* UCX holds the message: tu_link_begin or tu_link_drop; tu_links_length, tu_links_handle */
+#define TU_LINK_SAVE -1006     /* the message in the buffer is another receive's: tu_link_save, then try again */
 
 #define TU_LINK_OUT 65536      /* bytes of tu_links_out, the most that one call takes */
 #define TU_STREAM_QUEUE 0x80000001 /* the tag queue of the byte stream; an empty message is its end */
@@ -23,14 +23,16 @@ typedef struct tu_item tu_item_t;
 
 /* All links of a worker. NULL: there is no memory. */
 tu_links_t *tu_links_create(void);
-/* UCX's worker has gone; links that are open go on, and end with their last token. */
+/* UCX's worker has gone. Every link was detached before. Freed with the last link. */
 void tu_links_destroy(tu_links_t *links);
-/* Where the bytes of a message are that was taken, until the next call. */
+/* The bytes of the message that was taken last, until the next call. */
 char *tu_links_out(tu_links_t *links);
+/* The same; only here are those of a message of more than TU_LINK_OUT bytes. */
+const char *tu_links_taken(const tu_links_t *links);
 /* The length of the message to which TU_LINK_TOO_LONG or TU_LINK_BEGIN was the answer, and UCX's handle of the latter. */
 size_t tu_links_length(const tu_links_t *links);
 uint64_t tu_links_handle(const tu_links_t *links);
-/* Takes UCX's handle of a message that nobody wants; 0: there is none. */
+/* UCX's handle of a message that was dropped, which the caller releases; 0: there is none. */
 uint64_t tu_links_discarded(tu_links_t *links);
 /* The worker has progressed: a message that follows is no part of a burst. */
 void tu_links_progressed(tu_links_t *links);
@@ -38,7 +40,7 @@ void tu_links_progressed(tu_links_t *links);
 void tu_links_flush(tu_links_t *links);
 /* Takes the tokens that have become due, and returns their number. */
 size_t tu_links_due(tu_links_t *links, tu_token_t **out, size_t max);
-/* Takes a link that has broken: returns its id and status, or 0. Nothing of it is lost but what has yet to arrive. */
+/* Takes a link that has broken: returns its id and status, or 0. What has arrived can be taken. */
 uint64_t tu_links_broken(tu_links_t *links, int *status);
 
 typedef struct tu_link_terms {
@@ -57,37 +59,45 @@ tu_link_t *tu_link_open(tu_links_t *links, tu_endpoint_t *endpoint, const tu_lin
 void tu_link_detach(tu_link_t *link);
 /* All waits end. UCX may keep frames and batches that it has not sent. */
 void tu_link_close(tu_link_t *link);
-/* What Life answers: whether receives end where no message is; those outside conversations; sends. */
+/* Sets what ends: receives where no message is; with `drains` those outside conversations; sends. */
 void tu_link_answers(tu_link_t *link, bool receives_end, bool drains, bool sends_end);
-/* The same for one tag queue. */
+/* Sets what ends in one tag queue. Returns a ucs_status_t. */
 int tu_link_end_queue(tu_link_t *link, uint32_t number, bool receives_end, bool sends_end);
+/* A conversation begins: its queue is kept until it is forgotten. Returns a ucs_status_t. */
+int tu_link_open_queue(tu_link_t *link, uint32_t number);
+/* This side has left a queue: drops what is there, and what will arrive. */
+void tu_link_leave_queue(tu_link_t *link, uint32_t number);
+/* A conversation is over on both sides. No token waits there. */
+void tu_link_forget_queue(tu_link_t *link, uint32_t number);
 
 /* ---- sending ---- */
 
 /* Sends a message. UCX needs its memory only if the verdict says so. */
 int64_t tu_link_send(tu_link_t *link, uint32_t number, const void *data, size_t length);
-/* A send waits. NULL: there is no memory. Its task calls one of the next two, when the token is due or before. */
+/* A send waits. NULL: there is no memory. When the token is due, tu_link_send_reserved; tu_link_leave_send at any time. */
 tu_token_t *tu_link_wait_send(tu_link_t *link, uint32_t number, size_t length);
 int64_t tu_link_send_reserved(tu_token_t *token, const void *data, size_t length);
 void tu_link_leave_send(tu_token_t *token);
 /* Sends a control frame, which costs no credit; `later`: with the batch. */
 void tu_link_send_frame(tu_link_t *link, const void *frame, size_t length, bool later);
+/* Defers no message from now on. */
+void tu_link_send_each(tu_link_t *link);
 /* The next small message is deferred: something closely follows it. */
 void tu_link_expect_more(tu_link_t *link);
 int64_t tu_link_flush(tu_link_t *link);
 
 /* ---- receiving ---- */
 
-/* Small messages of one length have arrived. Returns 0; 1 if they are a control frame that is Python's; a status if they
- * break the protocol (UCS_ERR_INVALID_PARAM). */
+/* Small messages of one length have arrived. Returns 0; 1 if they are a control frame that is Python's; or a status:
+ * UCS_ERR_INVALID_PARAM, they break the protocol; _NO_MEMORY, the link has broken; _CANCELED, they were dropped. */
 int tu_link_arrived(tu_link_t *link, uint32_t number, size_t length, size_t count, const char *data);
 /* Takes the first message that no token is to have, or what is there of the byte stream, and returns the length. Its
  * bytes are in tu_links_out. `look`: it stays, and `limit` bytes of it at most are copied. */
 int64_t tu_link_receive(tu_link_t *link, uint32_t number, size_t limit, bool look);
-/* A receive waits in some tag queues, and takes from the first of them that has a message for it; in the byte stream one
- * at a time. NULL: there is no memory. */
+/* A receive waits in some tag queues, and takes from the first of them that has a message for it. Only one may wait in
+ * the byte stream. NULL: there is no memory. */
 tu_token_t *tu_link_wait(tu_link_t *link, const uint32_t *numbers, size_t count);
-/* The same as tu_link_receive for a token, which is over then, unless the message stays or the answer is
+/* Takes the message of a token, as tu_link_receive does. The token is over then, unless the message stays or the answer is
  * TU_LINK_EMPTY, _BEGIN or _SAVE. If the message has arrived in the receive's buffer, it is there. */
 int64_t tu_link_take(tu_token_t *token, size_t limit, bool look, uint32_t *number);
 /* What has arrived in its buffer must have been saved. */
@@ -111,7 +121,7 @@ void tu_link_failed(tu_link_t *link, tu_item_t *item);
 void tu_link_lose(tu_link_t *link);
 /* The peer closes: drops the messages that are still with it, because their sends were cancelled. */
 void tu_link_forget_with_sender(tu_link_t *link);
-/* A message that has arrived in a receive's buffer is copied to memory of ours. */
+/* A message that has arrived in a receive's buffer is copied to memory of ours. NULL: it cannot be copied from there. */
 void tu_link_save(tu_link_t *link, tu_item_t *item, const void *data);
 /* The message in a receive's buffer; NULL: there is none, or it has not arrived. */
 tu_item_t *tu_token_holds(tu_token_t *token);

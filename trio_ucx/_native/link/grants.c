@@ -13,7 +13,7 @@
 bool tu_queue_has_ended(const tu_link_t *link, uint32_t number, const tu_queue_t *queue)
 {
     return link->receives_end || (link->drains && (number < TU_CONTROL_QUEUE || number == TU_STREAM_QUEUE)) ||
-           (queue != NULL && queue->receives_end);
+           (queue != NULL && (queue->receives_end || queue->drops));
 }
 
 /* Grants what was read. Returns false if that is nothing. */
@@ -26,6 +26,7 @@ static bool grant(tu_link_t *link)
         return false;
     }
     link->outstanding -= amount;
+    link->admitted     = link->admitted < link->outstanding ? link->admitted : link->outstanding;
     link->grants_sent++;
     link->stalled = false; /* a peer that still is will say so */
     tu_le64_store(frame + 1, (uint64_t)amount);
@@ -72,9 +73,10 @@ void tu_report_dropped(tu_link_t *link, const tu_queue_t *queue, size_t length)
 
 static ucs_status_t grant_arrived(tu_link_t *link, uint64_t amount, uint64_t received)
 {
-    if (amount > (uint64_t)((int64_t)link->terms.peer_window - link->credit)) {
-        return UCS_ERR_INVALID_PARAM; /* it grants more than was sent */
+    if (amount > (uint64_t)link->charged || received > link->sent || received < link->arrived_there) {
+        return UCS_ERR_INVALID_PARAM;
     }
+    link->charged      -= (int64_t)amount;
     link->credit       += (int64_t)amount;
     link->arrived_there = received;
     link->grants++;
@@ -88,8 +90,8 @@ static void stalled_arrived(tu_link_t *link, uint64_t grants)
     tu_list_t *end = link->awaited.previous, *next;
     tu_queue_t *queue;
 
-    if (grants != link->grants_sent || grant(link)) {
-        return; /* a grant is on its way */
+    if (grants != link->grants_sent || grant(link) || link->stalled) {
+        return; /* a grant is on its way, or that is known */
     }
     link->stalled = true;
     if (tu_list_is_empty(&link->awaited)) {
@@ -111,7 +113,7 @@ static ucs_status_t admit_arrived(tu_link_t *link, uint32_t written, uint64_t re
     uint32_t number = tu_queue_other(written);
     tu_queue_t *queue;
 
-    if (!tu_queue_is_valid(written)) {
+    if (!tu_queue_is_valid(written) || received > link->sent || received < link->arrived_there) {
         return UCS_ERR_INVALID_PARAM;
     }
     queue = tu_queue_find(link, number);

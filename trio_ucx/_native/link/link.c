@@ -1,4 +1,4 @@
-/* Links: the small messages of Connections. This file opens, ends and closes them, and counts. */
+/* Opens, ends and closes links, the messages of Connections, and counts. */
 #include "link.h"
 
 tu_link_t *tu_link_open(tu_links_t *links, tu_endpoint_t *endpoint, const tu_link_terms_t *terms)
@@ -45,6 +45,39 @@ int tu_link_end_queue(tu_link_t *link, uint32_t number, bool receives_end, bool 
     queue->sends_end    = sends_end;
     queue_ended(link, queue);
     return UCS_OK;
+}
+
+int tu_link_open_queue(tu_link_t *link, uint32_t number)
+{
+    tu_queue_t *queue = tu_queue_make(link, number);
+
+    if (queue == NULL) {
+        return UCS_ERR_NO_MEMORY;
+    }
+    queue->open = true;
+    return UCS_OK;
+}
+
+void tu_link_leave_queue(tu_link_t *link, uint32_t number)
+{
+    tu_queue_t *queue = tu_queue_find(link, number);
+
+    if (queue != NULL) {
+        queue->drops = queue->sends_end = true;
+        tu_messages_drop(link, queue);
+        tu_grant_if_due(link);
+        tu_sends_end(link, queue);
+    }
+}
+
+void tu_link_forget_queue(tu_link_t *link, uint32_t number)
+{
+    tu_queue_t *queue = tu_queue_find(link, number);
+
+    if (queue != NULL) {
+        tu_messages_drop(link, queue);
+        tu_queue_forget(link, queue);
+    }
 }
 
 void tu_link_detach(tu_link_t *link)

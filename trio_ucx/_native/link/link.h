@@ -14,7 +14,7 @@
  *                                                       while it was MOVING
  *   tu_token_t                  tu_link_wait,           when its task has got its      no
  *                               tu_link_wait_send       message or its end, or leaves
- *   tu_own_t                    tu_link_send_frame; a   when UCX is done with it. One  until its callback
+ *   tu_outgoing_t               tu_link_send_frame; a   when UCX is done with it. One  until its callback
  *                               batch by tu_link_send   batch is kept (links->spare)
  */
 #ifndef TRIO_UCX_LINK_H
@@ -32,8 +32,13 @@
 #define TU_MOST_ADMISSIONS 65536
 #endif
 
-/* A length that no message has: what messages cost can be added without an overflow. */
-#define TU_LONGEST_MESSAGE ((size_t)1 << 48)
+/* Transfers of one queue that may go on at once. */
+#define TU_TRANSFERS_AHEAD 8
+#define TU_LONGEST_FRAME 32
+/* What a message may cost that goes by itself, when the peer has read everything. */
+#define TU_LINK_LONE (68 << 10)
+/* A longer message costs more than any window. */
+#define TU_LONGEST_MESSAGE ((size_t)1 << 62)
 
 typedef struct tu_queue tu_queue_t;
 
@@ -64,7 +69,7 @@ typedef struct tu_place {
     tu_queue_t *queue;
     tu_token_t *token;
     bool has;                  /* there is a message for it: the place at index n takes message n */
-    bool was_large;            /* it has taken one that was not READY, for which others behind it waited */
+    bool was_large;            /* its message was not READY: others behind it may have waited for that */
 } tu_place_t;
 
 /* A task that waits. */
@@ -86,7 +91,8 @@ struct tu_queue {
     uint32_t number;           /* which this side reads */
     bool receives_end, sends_end, newest;
     bool at_end;               /* the end of the byte stream was read */
-    bool deaf;                 /* a message is missing: those that arrive later are dropped */
+    bool drops;                /* messages that arrive are dropped: one is missing, or this side has left */
+    bool open;                 /* a conversation that has begun and is not over */
     bool admitted_by_peer;     /* the next message may be sent whatever the credit */
     bool admitted_by_us;
     size_t count;
@@ -101,21 +107,24 @@ struct tu_queue {
     uint64_t last_sent;        /* the number of its last message */
 };
 
-/* Memory of ours that UCX sends. */
-typedef struct tu_own {
-    tu_list_t link;            /* in link->kept or links->orphans while UCX has it */
+/* A control frame, or a batch: memory of ours that UCX sends. */
+typedef struct tu_outgoing {
+    tu_list_t link;            /* in link->kept or links->detached while UCX has it */
     tu_link_t *of;             /* NULL: the link has gone */
+    bool batch;                /* it has room for TU_LONGEST_BATCH bytes */
     size_t size;
     char data[];
-} tu_own_t;
+} tu_outgoing_t;
 
 struct tu_links {
     tu_list_t due;             /* tu_token_t */
     tu_list_t broken;          /* tu_link_t.news */
     tu_list_t batches;         /* tu_link_t.in_batches */
-    tu_list_t orphans;         /* tu_own_t of links that have gone */
+    tu_list_t detached;        /* tu_outgoing_t of links that have gone */
     tu_item_t *discarded;      /* that were HELD, and nobody wants */
-    tu_own_t *spare;           /* a batch that is not used */
+    tu_outgoing_t *spare;      /* a batch that is not used */
+    char *taken;               /* the message that was taken last, if it was too long for `out` */
+    uint32_t key;              /* of the tables of queues: a peer does not know which queues share a bucket */
     uint64_t polls;
     size_t count;              /* links that have memory */
     bool destroyed;
@@ -134,25 +143,29 @@ struct tu_link {
     bool receives_end, drains, sends_end;
     size_t tokens;
     /* what may be sent */
-    int64_t credit;
+    int64_t credit;            /* the peer's window, less what was charged, less what is reserved */
+    int64_t charged;           /* what was sent costs, less what was granted */
     uint64_t sent, bytes_sent;
     uint64_t arrived_there;    /* how many messages the peer is known to have received */
     uint64_t grants, reported; /* grants that have come, plus 1; and at the last STALLED */
     size_t admissions_of_peer;
     tu_list_t line;            /* tu_queue_t.in_line */
     /* what arrives */
-    int64_t outstanding, unread;
+    int64_t outstanding;       /* what has arrived costs, less what was granted */
+    int64_t admitted;          /* the part of it that came by an admission, at most */
+    int64_t unread;
     uint64_t received, bytes_received, grants_sent;
     size_t admissions;
     bool stalled;              /* the peer has something to send, and no credit */
+    bool drops;                /* a message is missing: what arrives is dropped */
     tu_list_t awaited;         /* tu_queue_t.awaited */
     /* the batch */
-    tu_own_t *batch;
+    tu_outgoing_t *batch;
     tu_list_t in_batches;
     size_t head;               /* of its last group: where its head is, queue, length, number */
     uint32_t group, group_length, group_count;
     uint64_t sent_at, sent_polls;
-    tu_list_t kept;            /* tu_own_t */
+    tu_list_t kept;            /* tu_outgoing_t */
     size_t kept_count;
     /* the queues */
     tu_queue_t **buckets;
@@ -168,11 +181,13 @@ struct tu_link {
 tu_queue_t *tu_queue_find(const tu_link_t *link, uint32_t number);
 /* Makes a missing one. NULL: there is no memory. */
 tu_queue_t *tu_queue_make(tu_link_t *link, uint32_t number);
-/* Whether a peer may use it. */
+/* True if a peer may use it. */
 bool tu_queue_is_valid(uint32_t number);
 /* The other direction of a tag queue: the same, unless it is a conversation's. */
 uint32_t tu_queue_other(uint32_t number);
 void tu_queue_forget_if_idle(tu_link_t *link, tu_queue_t *queue);
+/* Forgets it, which has neither messages nor tokens, and its admissions. */
+void tu_queue_forget(tu_link_t *link, tu_queue_t *queue);
 /* The peer is known to have received more: forgets those that have become idle. */
 void tu_queues_sweep(tu_link_t *link);
 void tu_queues_free(tu_link_t *link);
@@ -183,7 +198,7 @@ void tu_queues_each(tu_link_t *link, void (*function)(tu_link_t *link, tu_queue_
 
 void tu_link_broke(tu_link_t *link, ucs_status_t status);
 tu_token_t *tu_token_new(tu_link_t *link, size_t places);
-/* Its task goes on. */
+/* Adds it to the tokens that are due, unless its task was woken already. */
 void tu_token_wake(tu_token_t *token);
 /* Frees the link, too, if it is closed and that was the last one. */
 void tu_token_free(tu_token_t *token);
@@ -201,7 +216,7 @@ void tu_sends_end(tu_link_t *link, tu_queue_t *queue);
 
 /* ---- grants.c ---- */
 
-/* Whether a receive ends that finds no message there; `queue` may be NULL. */
+/* True if a receive ends when no message is there; `queue` may be NULL. */
 bool tu_queue_has_ended(const tu_link_t *link, uint32_t number, const tu_queue_t *queue);
 /* What was read is granted, if it is enough. */
 void tu_grant_if_due(tu_link_t *link);
@@ -226,13 +241,13 @@ void tu_places_recount(tu_link_t *link, tu_queue_t *queue);
 
 /* Where the queue has its message with this index. */
 tu_item_t **tu_item_at(tu_queue_t *queue, size_t index);
-/* Whether a message that is before others will be taken before them: its receive can no longer leave. */
+/* True if the messages behind need not wait for this one: it is in memory of ours, or in the buffer of its place. */
 bool tu_is_settled(const tu_item_t *item, const tu_token_t *token);
-/* Whether the message with this index can be taken. */
+/* True if the message with this index can be taken. */
 bool tu_is_at_hand(tu_queue_t *queue, size_t index);
 /* Takes a message out of its queue, and frees it, unless UCX or a transfer still has it. */
 void tu_item_drop(tu_link_t *link, tu_queue_t *queue, tu_item_t **from);
-/* The same, and grants what it cost. */
+/* Drops a message, and grants what was read if that is due. */
 void tu_item_remove(tu_link_t *link, tu_queue_t *queue, tu_item_t **from);
 
 /* Adds a message, with its bytes or with UCX's handle. False: there is no memory, and the link has broken. */

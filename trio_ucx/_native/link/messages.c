@@ -67,6 +67,7 @@ void tu_places_serve(tu_queue_t *queue)
 {
     tu_item_t *item = queue->first, *held;
     bool settled    = true, may;
+    size_t ahead    = 0; /* transfers that go on, or may begin */
     tu_place_t *place;
 
     TU_LIST_FOR_EACH(place, &queue->places, link) {
@@ -74,14 +75,17 @@ void tu_places_serve(tu_queue_t *queue)
         if (held != NULL && held != item) {
             may = held->queue == queue && held->state == TU_ITEM_ARRIVED; /* to save it */
         } else if (item == NULL) {
-            return;
+            continue; /* one behind it may have to save */
+        } else if (held == NULL && item->state == TU_ITEM_HELD) {
+            may = ahead < TU_TRANSFERS_AHEAD;
         } else {
-            may = held == NULL && item->state == TU_ITEM_HELD ? true : settled && tu_is_settled(item, place->token);
+            may = settled && tu_is_settled(item, place->token);
         }
         if (may) {
             tu_token_wake(place->token);
         }
         if (item != NULL) {
+            ahead  += item->state != TU_ITEM_READY;
             settled = settled && tu_is_settled(item, place->token);
             item    = item->next;
         }
@@ -179,7 +183,8 @@ void tu_receives_end(tu_link_t *link, tu_queue_t *queue)
 {
     tu_place_t *place;
 
-    if (tu_queue_has_ended(link, queue->number, queue)) {
+    /* As long as a message is there, a receive may get it: those in front may leave. */
+    if (queue->count == 0 && tu_queue_has_ended(link, queue->number, queue)) {
         for (place = queue->lacks; place != NULL; place = tu_place_after(queue, place)) {
             tu_token_wake(place->token);
         }
@@ -222,7 +227,7 @@ void tu_messages_cut(tu_link_t *link, tu_queue_t *queue, const tu_item_t *missin
     while (*from != missing) {
         from = &(*from)->next;
     }
-    queue->receives_end = queue->deaf = true;
+    queue->drops = true;
     while (*from != NULL) {
         tu_item_drop(link, queue, from);
     }
@@ -249,6 +254,7 @@ bool tu_message_add(tu_link_t *link, tu_queue_t *queue, const char *data, uint64
 
     if (item == NULL) {
         tu_link_broke(link, UCS_ERR_NO_MEMORY);
+        link->drops = true; /* nothing is delivered behind what is missing */
         return false;
     }
     *item = (tu_item_t){
@@ -276,11 +282,16 @@ void tu_message_arrived(tu_link_t *link, tu_queue_t *queue, size_t length)
     link->received++;
     link->bytes_received += length;
     link->outstanding    += amount;
-    link->unread         += amount;
     if (queue->admitted_by_us) {
         queue->admitted_by_us = false;
         link->admissions--;
+        link->admitted += amount;
     }
+    if (queue->drops) {
+        tu_grant_if_due(link);
+        return;
+    }
+    link->unread += amount;
     if (queue->newest) {
         tu_messages_keep_newest(link, queue);
     }

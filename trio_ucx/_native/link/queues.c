@@ -21,7 +21,7 @@ uint32_t tu_queue_other(uint32_t number)
 
 static tu_queue_t **bucket_of(const tu_link_t *link, uint32_t number)
 {
-    return &link->buckets[number * 0x9e3779b1u >> 7 & (link->bucket_count - 1)];
+    return &link->buckets[(uint64_t)(number * link->links->key) * link->bucket_count >> 32];
 }
 
 tu_queue_t *tu_queue_find(const tu_link_t *link, uint32_t number)
@@ -44,14 +44,14 @@ static void table_add(tu_link_t *link, tu_queue_t *queue)
 }
 
 /* Returns false if there is no memory; a table that is there then stays as it is. */
-static bool table_grow(tu_link_t *link)
+static bool table_resize(tu_link_t *link, size_t new_count)
 {
     tu_queue_t **old = link->buckets;
     size_t count     = link->bucket_count;
     tu_queue_t *queue, *next;
     size_t i;
 
-    link->bucket_count = count == 0 ? FIRST_BUCKETS : 2 * count;
+    link->bucket_count = new_count;
     link->buckets      = tu_calloc(link->bucket_count, sizeof(*link->buckets));
     if (link->buckets == NULL) {
         link->bucket_count = count;
@@ -75,7 +75,9 @@ tu_queue_t *tu_queue_make(tu_link_t *link, uint32_t number)
     if (queue != NULL) {
         return queue;
     }
-    if (link->queues >= link->bucket_count && !table_grow(link) && link->bucket_count == 0) {
+    if (link->queues >= link->bucket_count &&
+        !table_resize(link, link->bucket_count == 0 ? FIRST_BUCKETS : 2 * link->bucket_count) &&
+        link->bucket_count == 0) {
         return NULL;
     }
     queue = tu_calloc(1, sizeof(*queue));
@@ -93,10 +95,12 @@ tu_queue_t *tu_queue_make(tu_link_t *link, uint32_t number)
     return queue;
 }
 
-static void queue_forget(tu_link_t *link, tu_queue_t *queue)
+void tu_queue_forget(tu_link_t *link, tu_queue_t *queue)
 {
     tu_queue_t **from = bucket_of(link, queue->number);
 
+    link->admissions         -= queue->admitted_by_us;
+    link->admissions_of_peer -= queue->admitted_by_peer;
     while (*from != queue) {
         from = &(*from)->next;
     }
@@ -109,21 +113,27 @@ static bool is_idle(const tu_link_t *link, const tu_queue_t *queue)
 {
     return queue->count == 0 && queue->waiting == 0 && tu_list_is_empty(&queue->sends) &&
            queue->last_sent <= link->arrived_there && !queue->admitted_by_peer && !queue->admitted_by_us &&
-           !queue->receives_end && !queue->sends_end && !queue->newest && !queue->at_end && !queue->deaf;
+           !queue->receives_end && !queue->sends_end && !queue->newest && !queue->at_end && !queue->drops &&
+           !queue->open;
 }
 
 void tu_queue_forget_if_idle(tu_link_t *link, tu_queue_t *queue)
 {
     if (link->queues > TU_IDLE_QUEUES && is_idle(link, queue)) {
-        queue_forget(link, queue);
+        tu_queue_forget(link, queue);
     }
 }
 
 void tu_queues_sweep(tu_link_t *link)
 {
-    if (link->queues > TU_IDLE_QUEUES && link->queues / LOOKS_PER_MESSAGE <= link->arrived_there - link->swept_at) {
+    size_t looks = link->queues + link->bucket_count;
+
+    if (link->queues > TU_IDLE_QUEUES && looks / LOOKS_PER_MESSAGE <= link->arrived_there - link->swept_at) {
         link->swept_at = link->arrived_there;
         tu_queues_each(link, tu_queue_forget_if_idle);
+        if (link->queues < link->bucket_count / 8) {
+            table_resize(link, link->bucket_count / 4);
+        }
     }
 }
 
@@ -142,7 +152,7 @@ void tu_queues_each(tu_link_t *link, void (*function)(tu_link_t *link, tu_queue_
 
 void tu_queues_free(tu_link_t *link)
 {
-    tu_queues_each(link, queue_forget);
+    tu_queues_each(link, tu_queue_forget);
     free(link->buckets);
     link->buckets      = NULL;
     link->bucket_count = 0;

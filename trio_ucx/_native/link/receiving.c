@@ -4,44 +4,49 @@
 
 #include "link.h"
 
+/* True if the peer may have sent this: it had credit, or this queue was admitted, or it goes by itself. What came by an
+ * admission does not count: it may have overtaken a send that had its credit already. */
+static bool keeps_to_window(const tu_link_t *link, const tu_queue_t *queue, size_t length)
+{
+    int64_t amount = tu_link_cost(length, link->terms.peer_threshold);
+    int64_t before = link->outstanding - link->admitted;
+
+    return amount <= (int64_t)link->terms.window - before || queue->admitted_by_us ||
+           (before == 0 && amount <= TU_LINK_LONE);
+}
+
 /* Messages have arrived: `data` has the bytes of small ones, one after the other; NULL: UCX has it, by its handle. */
 static int arrived(tu_link_t *link, uint32_t number, size_t length, size_t count, const char *data, uint64_t handle,
                    bool whole)
 {
     tu_queue_t *queue;
 
-    if (!tu_queue_is_valid(number) || length > TU_LONGEST_MESSAGE) {
+    if (!tu_queue_is_valid(number) || length > (data != NULL ? TU_LINK_OUT : TU_LONGEST_MESSAGE)) {
         return UCS_ERR_INVALID_PARAM;
     }
     queue = tu_queue_make(link, number);
     if (queue == NULL) {
         tu_link_broke(link, UCS_ERR_NO_MEMORY);
-        return 0;
+        link->drops = true;
+        return UCS_ERR_NO_MEMORY;
     }
-    if (queue->deaf) {
-        link->received       += count;
-        link->bytes_received += count * length;
-        link->outstanding    += (int64_t)count * tu_link_cost(length, link->terms.peer_threshold);
-        tu_grant_if_due(link);
-        return data == NULL ? UCS_ERR_CANCELED : 0;
-    }
-    for (; count > 0 && tu_message_add(link, queue, data, handle, whole, length); count--) {
+    for (; count > 0; count--) {
+        if (!keeps_to_window(link, queue, length)) {
+            return UCS_ERR_INVALID_PARAM;
+        }
+        if (!queue->drops && !tu_message_add(link, queue, data, handle, whole, length)) {
+            return UCS_ERR_NO_MEMORY;
+        }
         tu_message_arrived(link, queue, length);
         data = data == NULL ? NULL : data + length;
     }
-    return 0;
-}
-
-/* Nothing is delivered behind what is missing. */
-static bool is_deaf(const tu_link_t *link)
-{
-    return link->closed || link->status != UCS_OK;
+    return queue->drops ? UCS_ERR_CANCELED : UCS_OK;
 }
 
 int tu_link_arrived(tu_link_t *link, uint32_t number, size_t length, size_t count, const char *data)
 {
-    if (is_deaf(link)) {
-        return 0;
+    if (link->closed || link->drops) {
+        return UCS_ERR_CANCELED;
     }
     return number == TU_CONTROL_QUEUE ? tu_frame_arrived(link, data, length) :
                                         arrived(link, number, length, count, data, 0, true);
@@ -49,7 +54,7 @@ int tu_link_arrived(tu_link_t *link, uint32_t number, size_t length, size_t coun
 
 int tu_link_announced(tu_link_t *link, uint32_t number, uint64_t handle, size_t length, bool whole)
 {
-    return is_deaf(link) ? UCS_ERR_CANCELED : arrived(link, number, length, 1, NULL, handle, whole);
+    return link->closed || link->drops ? UCS_ERR_CANCELED : arrived(link, number, length, 1, NULL, handle, whole);
 }
 
 /* Reads the byte stream, and joins its pieces. */
@@ -58,6 +63,9 @@ static int64_t read_stream(tu_link_t *link, tu_queue_t *queue, size_t limit, boo
     size_t done = 0, part;
     tu_item_t *piece, *next;
 
+    limit = limit < TU_LINK_OUT ? limit : TU_LINK_OUT;
+    free(link->links->taken);
+    link->links->taken = NULL;
     for (piece = queue->first; piece != NULL && piece->state == TU_ITEM_READY && done < limit && !queue->at_end;
          piece = next) {
         next = piece->next;
@@ -67,7 +75,7 @@ static int64_t read_stream(tu_link_t *link, tu_queue_t *queue, size_t limit, boo
             }
             queue->at_end = true;
         }
-        if (piece->data == NULL) { /* it was not saved */
+        if (piece->data == NULL) { /* there was no memory to save it */
             return done > 0 ? (int64_t)done : UCS_ERR_NO_MEMORY;
         }
         part = piece->length - piece->taken;
@@ -84,22 +92,34 @@ static int64_t read_stream(tu_link_t *link, tu_queue_t *queue, size_t limit, boo
     return (int64_t)done;
 }
 
+/* Keeps the bytes of a message that is about to be removed for the caller. */
+static void hand_out(tu_links_t *links, tu_item_t *item, bool look)
+{
+    free(links->taken);
+    links->taken = NULL;
+    if (item->length <= TU_LINK_OUT || look) {
+        memcpy(links->out, item->data, item->length < TU_LINK_OUT ? item->length : TU_LINK_OUT);
+    } else { /* it was saved */
+        links->taken = item->data;
+        item->data   = item->here;
+    }
+}
+
 static int64_t take_at(tu_link_t *link, tu_queue_t *queue, size_t index, size_t limit, bool look)
 {
     tu_item_t **from = tu_item_at(queue, index);
     size_t length    = (*from)->length;
-    int64_t answer   = (*from)->data == NULL ? UCS_ERR_NO_MEMORY : (int64_t)length;
+    int64_t answer   = (*from)->data == NULL ? UCS_ERR_NO_MEMORY : length > limit ? TU_LINK_TOO_LONG : (int64_t)length;
 
-    if (answer >= 0) {
-        memcpy(link->links->out, (*from)->data, length < limit ? length : limit);
+    if (answer >= 0 || (look && (*from)->data != NULL)) {
+        hand_out(link->links, *from, look);
     }
     if (look) {
-        return answer;
+        return (*from)->data == NULL ? UCS_ERR_NO_MEMORY : (int64_t)length;
     }
     tu_item_remove(link, queue, from);
-    if (length > limit) {
+    if (answer == TU_LINK_TOO_LONG) {
         tu_report_dropped(link, queue, length);
-        return TU_LINK_TOO_LONG;
     }
     return answer;
 }
@@ -115,17 +135,17 @@ int64_t tu_link_receive(tu_link_t *link, uint32_t number, size_t limit, bool loo
     tu_queue_t *queue = tu_queue_find(link, number);
     int64_t length;
 
-    limit = limit < TU_LINK_OUT ? limit : TU_LINK_OUT;
     if (queue != NULL && (queue->at_end || tu_is_at_hand(queue, queue->waiting))) {
         length = take(link, queue, queue->waiting, limit, look);
+        tu_receives_end(link, queue);
         tu_queue_forget_if_idle(link, queue);
         return length;
     }
     if (queue != NULL && queue->count > queue->waiting) {
-        return TU_LINK_EMPTY; /* a receive that waits gets it */
+        return TU_LINK_EMPTY; /* it is not at hand: the caller waits with a token */
     }
     if (tu_queue_has_ended(link, number, queue)) {
-        return TU_LINK_ENDED;
+        return queue == NULL || queue->count == 0 ? TU_LINK_ENDED : TU_LINK_EMPTY;
     }
     if (link->stalled) {
         queue = tu_queue_make(link, number);
@@ -133,6 +153,7 @@ int64_t tu_link_receive(tu_link_t *link, uint32_t number, size_t limit, bool loo
             return UCS_ERR_NO_MEMORY;
         }
         tu_found_empty(link, queue);
+        tu_queue_forget_if_idle(link, queue);
     }
     return TU_LINK_EMPTY;
 }
@@ -154,6 +175,7 @@ static void receive_gone(tu_token_t *token)
         if (token->places[i].queue->newest) {
             tu_messages_keep_newest(link, token->places[i].queue);
         }
+        tu_receives_end(link, token->places[i].queue);
         tu_queue_forget_if_idle(link, token->places[i].queue);
     }
     tu_token_free(token);
@@ -176,6 +198,15 @@ void tu_place_used(tu_token_t *token, tu_place_t *place, bool was_large)
     receive_gone(token);
 }
 
+static bool is_in(const tu_token_t *token, uint32_t number)
+{
+    size_t i;
+
+    for (i = 0; i < token->count && token->places[i].queue->number != number; i++) {
+    }
+    return i < token->count;
+}
+
 tu_token_t *tu_link_wait(tu_link_t *link, const uint32_t *numbers, size_t count)
 {
     tu_token_t *token = tu_token_new(link, count);
@@ -185,10 +216,13 @@ tu_token_t *tu_link_wait(tu_link_t *link, const uint32_t *numbers, size_t count)
     if (token == NULL) {
         return NULL;
     }
-    while (token->count < count) {
+    for (; count > 0; count--, numbers++) {
+        if (is_in(token, *numbers)) {
+            continue;
+        }
         place        = &token->places[token->count];
         place->token = token;
-        place->queue = tu_queue_make(link, numbers[token->count]);
+        place->queue = tu_queue_make(link, *numbers);
         if (place->queue == NULL) {
             receive_gone(token);
             return NULL;
@@ -197,9 +231,12 @@ tu_token_t *tu_link_wait(tu_link_t *link, const uint32_t *numbers, size_t count)
         tu_place_add(link, place);
         if (place->queue->at_end || (place->has && place->queue->large == 0)) {
             tu_token_wake(token);
-        } else if (place->has) {
+        } else if (place->has || place->queue->count > 0) {
             tu_places_serve(place->queue);
             ends = false;
+            if (!place->has && !tu_queue_has_ended(link, *numbers, place->queue)) {
+                tu_found_empty(link, place->queue);
+            }
         } else if (!tu_queue_has_ended(link, place->queue->number, place->queue)) {
             tu_found_empty(link, place->queue);
             ends = false;
@@ -224,7 +261,7 @@ static int64_t take_held(tu_token_t *token, uint32_t *number)
         return TU_LINK_EMPTY;
     }
     *number = queue->number;
-    if (*tu_item_at(queue, tu_place_index(place)) != item) {
+    if (!place->has || *tu_item_at(queue, tu_place_index(place)) != item) {
         return TU_LINK_SAVE;
     }
     for (before = TU_LIST_FIRST(&queue->places, tu_place_t, link); before != place;
@@ -252,12 +289,11 @@ int64_t tu_link_take(tu_token_t *token, size_t limit, bool look, uint32_t *numbe
     if (token->held != NULL) {
         return take_held(token, number);
     }
-    limit = limit < TU_LINK_OUT ? limit : TU_LINK_OUT;
     for (i = 0; i < token->count; i++) {
         place   = &token->places[i];
         *number = place->queue->number;
-        index   = tu_place_index(place);
-        if (place->queue->at_end || tu_is_at_hand(place->queue, index)) {
+        index   = place->has ? tu_place_index(place) : 0;
+        if (place->queue->at_end || (place->has && tu_is_at_hand(place->queue, index))) {
             length = take(link, place->queue, index, limit, look);
             if (!look) {
                 tu_place_used(token, place, false);
@@ -269,7 +305,7 @@ int64_t tu_link_take(tu_token_t *token, size_t limit, bool look, uint32_t *numbe
             link->links->handle = (*tu_item_at(place->queue, index))->handle;
             return TU_LINK_BEGIN;
         }
-        ends = ends && !place->has && tu_queue_has_ended(link, *number, place->queue);
+        ends = ends && place->queue->count == 0 && tu_queue_has_ended(link, *number, place->queue);
     }
     if (!ends) {
         return TU_LINK_EMPTY;

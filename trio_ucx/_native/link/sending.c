@@ -16,10 +16,8 @@
 #define LARGE_OVERHEAD 512
 /* What a message costs that stays with its sender. */
 #define ANNOUNCEMENT 8960
-/* What a message may cost that goes by itself, when the peer has read everything. */
-#define LONE (68 << 10)
-/* Nanoseconds within which one message closely follows another. */
-#define FOLLOWS 75000
+/* Within which one message closely follows another. */
+#define FOLLOWS_NANOSECONDS 75000
 
 #define FRAME_STALLED 2
 #define MOST_IN_A_GROUP 0xffff
@@ -36,7 +34,7 @@ int64_t tu_link_cost(size_t length, uint64_t threshold)
 
 static bool suffices(const tu_link_t *link, int64_t amount)
 {
-    return amount <= link->credit || (link->credit == (int64_t)link->terms.peer_window && amount <= LONE);
+    return amount <= link->credit || (link->credit == (int64_t)link->terms.peer_window && amount <= TU_LINK_LONE);
 }
 
 /* Tells the peer, once after each grant, that something cannot be sent. */
@@ -121,6 +119,7 @@ static void send_gone(tu_token_t *token)
 
 static void sent(tu_link_t *link, tu_queue_t *queue, size_t length)
 {
+    link->charged    += tu_link_cost(length, link->terms.threshold);
     queue->last_sent  = ++link->sent;
     link->bytes_sent += length;
     if (queue->admitted_by_peer) {
@@ -129,51 +128,51 @@ static void sent(tu_link_t *link, tu_queue_t *queue, size_t length)
     }
 }
 
-/* ---- memory of ours that UCX sends ---- */
+/* ---- frames and batches that UCX has ---- */
 
-static void own_over(tu_own_t *own, ucs_status_t status)
+static void outgoing_over(tu_outgoing_t *outgoing, ucs_status_t status)
 {
-    tu_link_t *link = own->of;
+    tu_link_t *link = outgoing->of;
 
-    tu_list_remove(&own->link);
+    tu_list_remove(&outgoing->link);
     if (link != NULL) {
         link->kept_count--;
-        if (status != UCS_OK) {
+        if (status != UCS_OK && link->endpoint != NULL) { /* what ends with its endpoint is no failure */
             tu_link_broke(link, status);
         }
-        if (link->links->spare == NULL && own->size > TU_LONGEST_BATCH / 4) {
-            link->links->spare = own;
+        if (link->links->spare == NULL && outgoing->batch) {
+            link->links->spare = outgoing;
             return;
         }
     }
-    free(own);
+    free(outgoing);
 }
 
-static void own_sent(void *request, ucs_status_t status, void *user_data)
+static void outgoing_sent(void *request, ucs_status_t status, void *user_data)
 {
-    own_over(user_data, status);
+    outgoing_over(user_data, status);
     ucp_request_free(request);
 }
 
-static void post_own(tu_link_t *link, uint32_t number, tu_own_t *own)
+static void post_outgoing(tu_link_t *link, uint32_t number, tu_outgoing_t *outgoing)
 {
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_DATATYPE |
                         UCP_OP_ATTR_FIELD_MEMORY_TYPE,
-        .cb.send     = own_sent,
-        .user_data   = own,
+        .cb.send     = outgoing_sent,
+        .user_data   = outgoing,
         .datatype    = ucp_dt_make_contig(1),
         .memory_type = UCS_MEMORY_TYPE_HOST,
     };
     ucs_status_ptr_t answer;
 
-    own->of = link;
-    tu_list_append(&link->kept, &own->link);
+    outgoing->of = link;
+    tu_list_append(&link->kept, &outgoing->link);
     link->kept_count++;
     link->endpoint->worker->others++;
-    answer = ucp_tag_send_nbx(link->endpoint->ep, own->data, own->size, link->terms.peer_id << 32 | number, &param);
+    answer = ucp_tag_send_nbx(link->endpoint->ep, outgoing->data, outgoing->size, link->terms.peer_id << 32 | number, &param);
     if (!UCS_PTR_IS_PTR(answer)) { /* otherwise its callback comes, or has come */
-        own_over(own, UCS_PTR_RAW_STATUS(answer));
+        outgoing_over(outgoing, UCS_PTR_RAW_STATUS(answer));
     }
 }
 
@@ -196,7 +195,8 @@ static bool batch_begin(tu_link_t *link)
         return false;
     }
     tu_list_init(&link->batch->link);
-    link->batch->size = 0;
+    link->batch->batch = true;
+    link->batch->size  = 0;
     link->group_count = 0;
     tu_list_append(&links->batches, &link->in_batches);
     return true;
@@ -205,7 +205,7 @@ static bool batch_begin(tu_link_t *link)
 /* Adds a small message or a frame. Returns true if another may find no room. */
 static bool batch_add(tu_link_t *link, uint32_t number, const void *data, size_t length)
 {
-    tu_own_t *batch = link->batch;
+    tu_outgoing_t *batch = link->batch;
 
     if (link->group_count == 0 || number != link->group || length != link->group_length ||
         link->group_count == MOST_IN_A_GROUP || number == TU_CONTROL_QUEUE) {
@@ -225,12 +225,12 @@ static bool batch_add(tu_link_t *link, uint32_t number, const void *data, size_t
 
 int64_t tu_link_flush(tu_link_t *link)
 {
-    tu_own_t *batch = link->batch;
+    tu_outgoing_t *batch = link->batch;
 
     if (batch != NULL) {
         link->batch = NULL;
         tu_list_remove(&link->in_batches);
-        post_own(link, TU_BATCH_QUEUE, batch);
+        post_outgoing(link, TU_BATCH_QUEUE, batch);
     }
     return link->status;
 }
@@ -244,6 +244,12 @@ void tu_links_flush(tu_links_t *links)
     }
 }
 
+void tu_link_send_each(tu_link_t *link)
+{
+    tu_link_flush(link);
+    link->terms.defers = false;
+}
+
 void tu_link_expect_more(tu_link_t *link)
 {
     link->sent_at    = tu_now();
@@ -254,9 +260,13 @@ void tu_link_expect_more(tu_link_t *link)
 
 void tu_link_send_frame(tu_link_t *link, const void *frame, size_t length, bool later)
 {
-    tu_own_t *own;
+    tu_outgoing_t *outgoing;
 
     if (link->endpoint == NULL || link->status != UCS_OK) {
+        return;
+    }
+    if (length > TU_LONGEST_FRAME) {
+        tu_link_broke(link, UCS_ERR_INVALID_PARAM);
         return;
     }
     if (later && (link->batch != NULL || batch_begin(link))) {
@@ -265,16 +275,19 @@ void tu_link_send_frame(tu_link_t *link, const void *frame, size_t length, bool 
         }
         return;
     }
-    tu_link_flush(link);
-    own = tu_malloc(sizeof(*own) + length);
-    if (own == NULL) {
+    if (tu_link_flush(link) != UCS_OK) {
+        return;
+    }
+    outgoing = tu_malloc(sizeof(*outgoing) + length);
+    if (outgoing == NULL) {
         tu_link_broke(link, UCS_ERR_NO_MEMORY); /* otherwise a peer that waits for it would wait for ever */
         return;
     }
-    memcpy(own->data, frame, length);
-    own->size = length;
-    tu_list_init(&own->link);
-    post_own(link, TU_CONTROL_QUEUE, own);
+    memcpy(outgoing->data, frame, length);
+    outgoing->batch = false;
+    outgoing->size  = length;
+    tu_list_init(&outgoing->link);
+    post_outgoing(link, TU_CONTROL_QUEUE, outgoing);
 }
 
 /* ---- messages ---- */
@@ -288,14 +301,14 @@ static int64_t send_now(tu_link_t *link, tu_queue_t *queue, const void *data, si
 
     if (length <= TU_SMALL_MESSAGE) {
         now     = tu_now();
-        follows = link->batch != NULL || (link->links->polls == link->sent_polls && now - link->sent_at < FOLLOWS);
+        follows = link->batch != NULL || (link->links->polls == link->sent_polls && now - link->sent_at < FOLLOWS_NANOSECONDS);
         if (link->batch == NULL) {
             link->sent_at    = now;
             link->sent_polls = link->links->polls;
             follows          = follows && batch_begin(link);
         }
         if (follows) { /* other tasks may run for long before the thread sleeps */
-            if (batch_add(link, number, data, length) || now - link->sent_at > FOLLOWS) {
+            if (batch_add(link, number, data, length) || now - link->sent_at > FOLLOWS_NANOSECONDS) {
                 return tu_link_flush(link);
             }
             return TU_LINK_BATCHED;
@@ -370,6 +383,9 @@ int64_t tu_link_send_reserved(tu_token_t *token, const void *data, size_t length
     tu_queue_t *queue = token->queue;
     int64_t verdict   = cannot_send(link, queue);
 
+    if (verdict == 0 && !token->reserved) {
+        return TU_LINK_WAITS;
+    }
     if (verdict == 0) {
         verdict = send_now(link, queue, data, length);
     }

@@ -1,5 +1,5 @@
 /* Transfers of large messages to the buffers of receives. If the task of a receive is cancelled, its transfer goes on; then
- * the message is saved to memory of ours, and is the first of its queue again. The receives behind it get the messages
+ * the message is saved to memory of ours, and keeps its position in the queue. The receives behind it get the messages
  * before theirs; what has arrived in their buffers is saved, too. */
 #include <string.h>
 
@@ -13,7 +13,6 @@ tu_item_t *tu_link_begin(tu_token_t *token, uint32_t number)
     item->state  = TU_ITEM_MOVING;
     item->holder = token;
     token->held  = item;
-    tu_places_serve(queue);
     return item;
 }
 
@@ -44,7 +43,7 @@ bool tu_link_moved(tu_item_t *item)
 
 void tu_link_save(tu_link_t *link, tu_item_t *item, const void *data)
 {
-    item->data = tu_malloc(item->length > 0 ? item->length : 1);
+    item->data = data == NULL ? NULL : tu_malloc(item->length > 0 ? item->length : 1);
     if (item->data != NULL) {
         memcpy(item->data, data, item->length);
     }

@@ -1,4 +1,6 @@
 /* What a worker's links share, and the tokens of the tasks that wait. */
+#include <sys/random.h>
+
 #include "link.h"
 
 /* ---- the links of a worker ---- */
@@ -11,23 +13,28 @@ tu_links_t *tu_links_create(void)
         tu_list_init(&links->due);
         tu_list_init(&links->broken);
         tu_list_init(&links->batches);
-        tu_list_init(&links->orphans);
+        tu_list_init(&links->detached);
+        if (getrandom(&links->key, sizeof(links->key), GRND_NONBLOCK) < 0) {
+            links->key = (uint32_t)((uintptr_t)links >> 4);
+        }
+        links->key |= 1;
     }
     return links;
 }
 
 static void links_free_if_over(tu_links_t *links)
 {
-    tu_own_t *own;
+    tu_outgoing_t *outgoing;
 
     if (links->destroyed && links->count == 0) {
-        while ((own = TU_LIST_FIRST(&links->orphans, tu_own_t, link)) != NULL) {
-            tu_list_remove(&own->link);
-            free(own);
+        while ((outgoing = TU_LIST_FIRST(&links->detached, tu_outgoing_t, link)) != NULL) {
+            tu_list_remove(&outgoing->link);
+            free(outgoing);
         }
-        while (tu_links_discarded(links) != 0) { /* UCX has gone */
+        while (tu_links_discarded(links) != 0) { /* UCX has gone: nobody can release the handles */
         }
         free(links->spare);
+        free(links->taken);
         free(links);
     }
 }
@@ -41,6 +48,11 @@ void tu_links_destroy(tu_links_t *links)
 char *tu_links_out(tu_links_t *links)
 {
     return links->out;
+}
+
+const char *tu_links_taken(const tu_links_t *links)
+{
+    return links->taken != NULL ? links->taken : links->out;
 }
 
 size_t tu_links_length(const tu_links_t *links)
@@ -121,15 +133,15 @@ void tu_token_wake(tu_token_t *token)
 void tu_link_free_if_over(tu_link_t *link)
 {
     tu_links_t *links = link->links;
-    tu_own_t *own;
+    tu_outgoing_t *outgoing;
 
     if (!link->closed || link->tokens > 0) {
         return;
     }
-    while ((own = TU_LIST_FIRST(&link->kept, tu_own_t, link)) != NULL) {
-        own->of = NULL;
-        tu_list_remove(&own->link);
-        tu_list_append(&links->orphans, &own->link);
+    while ((outgoing = TU_LIST_FIRST(&link->kept, tu_outgoing_t, link)) != NULL) {
+        outgoing->of = NULL;
+        tu_list_remove(&outgoing->link);
+        tu_list_append(&links->detached, &outgoing->link);
     }
     tu_list_remove(&link->news);
     tu_queues_free(link);
