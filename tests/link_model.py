@@ -13,7 +13,7 @@ is cancelled instead, the next one gets its message.
   Only the first send of a queue can be due, so the messages of a queue stay in order. Queues take turns.
 * A message gets its number when it is sent, not when its cost is reserved. An ADMIT names the last message that had
   arrived; if a number of that queue was never sent, the sender would ignore it for ever.
-* A message that is longer than the limit of its receive is dropped, and its sender told.
+* A message that is longer than the limit of its receive is dropped, and that is reported to its sender.
 * A large message stays with UCX (HELD) until its task begins a *transfer* into its own buffer. Transfers overlap, but
   receives complete in order: a message is taken only when those before it are at hand. If the task of a transfer is
   cancelled, the transfer goes on without it; then the message is saved to memory of ours, and keeps its position. The

@@ -5,11 +5,6 @@
 #include "../little_endian.h"
 #include "link.h"
 
-#define FRAME_GRANT 1
-#define FRAME_STALLED 2
-#define FRAME_ADMIT 3
-#define FRAME_DROPPED 12
-
 bool tu_queue_has_ended(const tu_link_t *link, uint32_t number, const tu_queue_t *queue)
 {
     return link->receives_end || (link->drains && (number < TU_CONTROL_QUEUE || number == TU_STREAM_QUEUE)) ||
@@ -20,7 +15,7 @@ bool tu_queue_has_ended(const tu_link_t *link, uint32_t number, const tu_queue_t
 static bool grant(tu_link_t *link)
 {
     int64_t amount = link->outstanding - link->unread;
-    char frame[17] = {FRAME_GRANT};
+    char frame[17] = {TU_FRAME_GRANT};
 
     if (amount < 1) {
         return false;
@@ -46,7 +41,7 @@ void tu_grant_if_due(tu_link_t *link)
 
 void tu_found_empty(tu_link_t *link, tu_queue_t *queue)
 {
-    char frame[13] = {FRAME_ADMIT};
+    char frame[13] = {TU_FRAME_ADMIT};
 
     if (!link->stalled) {
         return;
@@ -63,7 +58,7 @@ void tu_found_empty(tu_link_t *link, tu_queue_t *queue)
 
 void tu_report_dropped(tu_link_t *link, const tu_queue_t *queue, size_t length)
 {
-    char frame[13] = {FRAME_DROPPED};
+    char frame[13] = {TU_FRAME_DROPPED};
 
     link->links->length = length;
     tu_le32_store(frame + 1, queue->number);
@@ -138,14 +133,14 @@ static ucs_status_t admit_arrived(tu_link_t *link, uint32_t written, uint64_t re
 
 int tu_frame_arrived(tu_link_t *link, const char *data, size_t length)
 {
-    if (length == 17 && data[0] == FRAME_GRANT) {
+    if (length == 17 && data[0] == TU_FRAME_GRANT) {
         return grant_arrived(link, tu_le64_load(data + 1), tu_le64_load(data + 9));
     }
-    if (length == 9 && data[0] == FRAME_STALLED) {
+    if (length == 9 && data[0] == TU_FRAME_STALLED) {
         stalled_arrived(link, tu_le64_load(data + 1));
         return 0;
     }
-    if (length == 13 && data[0] == FRAME_ADMIT) {
+    if (length == 13 && data[0] == TU_FRAME_ADMIT) {
         return admit_arrived(link, tu_le32_load(data + 1), tu_le64_load(data + 5));
     }
     return 1;

@@ -35,6 +35,11 @@
 /* Transfers of one queue that may go on at once. */
 #define TU_TRANSFERS_AHEAD 8
 #define TU_LONGEST_FRAME 32
+/* Control frames: their first byte. */
+#define TU_FRAME_GRANT 1
+#define TU_FRAME_STALLED 2
+#define TU_FRAME_ADMIT 3
+#define TU_FRAME_DROPPED 12
 /* What a message may cost that goes by itself, when the peer has read everything. */
 #define TU_LINK_LONE (68 << 10)
 /* A longer message costs more than any window. */

@@ -15,11 +15,10 @@
 #define SMALL_OVERHEAD 352
 #define LARGE_OVERHEAD 512
 /* What a message costs that stays with its sender. */
-#define ANNOUNCEMENT 8960
+#define ANNOUNCEMENT_COST 8960
 /* Within which one message closely follows another. */
 #define FOLLOWS_NANOSECONDS 75000
 
-#define FRAME_STALLED 2
 #define MOST_IN_A_GROUP 0xffff
 
 /* ---- credit ---- */
@@ -27,7 +26,7 @@
 int64_t tu_link_cost(size_t length, uint64_t threshold)
 {
     if (threshold != 0 && length >= threshold) {
-        return ANNOUNCEMENT;
+        return ANNOUNCEMENT_COST;
     }
     return (int64_t)length + (length <= TU_SMALL_MESSAGE ? SMALL_OVERHEAD : LARGE_OVERHEAD);
 }
@@ -40,7 +39,7 @@ static bool suffices(const tu_link_t *link, int64_t amount)
 /* Tells the peer, once after each grant, that something cannot be sent. */
 static void report_stalled(tu_link_t *link)
 {
-    char frame[9] = {FRAME_STALLED};
+    char frame[9] = {TU_FRAME_STALLED};
 
     if (link->reported != link->grants + 1) {
         link->reported = link->grants + 1;
