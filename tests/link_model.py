@@ -397,6 +397,7 @@ class Side:
     def save(self, item: Item, number: int) -> None:
         """The message that had arrived in a buffer is in memory of ours now."""
         if item.holder is not None:
+            self._wake(item.holder)  # there may be a message for it, also in another queue
             del self.holding[item.holder]
         item.state, item.holder = State.READY, None
         self._serve(self.queue(number))
@@ -431,6 +432,7 @@ class Side:
             queue.messages.remove(item)
             self.unread -= cost(len(item.data), self.peer_threshold)
             if item.holder is not None:
+                self._wake(item.holder)  # there may be a message for it in another queue
                 del self.holding[item.holder]
                 item.holder = None
         self._notice(queue)

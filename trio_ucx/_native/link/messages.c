@@ -154,6 +154,7 @@ void tu_item_drop(tu_link_t *link, tu_queue_t *queue, tu_item_t **from)
     queue->count--;
     queue->large -= item->state != TU_ITEM_READY;
     if (item->holder != NULL) {
+        tu_token_wake(item->holder); /* there may be a message for it in another queue */
         item->holder->held = NULL;
     }
     link->unread -= tu_link_cost(item->length, link->terms.peer_threshold);

@@ -48,6 +48,7 @@ void tu_link_save(tu_link_t *link, tu_item_t *item, const void *data)
         memcpy(item->data, data, item->length);
     }
     if (item->holder != NULL) {
+        tu_token_wake(item->holder); /* there may be a message for it, also in another queue */
         item->holder->held = NULL;
         item->holder       = NULL;
     }
