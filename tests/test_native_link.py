@@ -360,6 +360,30 @@ def test_messages_before_ours_are_dropped(native: Any) -> None:
     side.destroy()
 
 
+def test_a_buffer_is_free_again(native: Any) -> None:
+    """What had arrived there was another receive's: this one looks at its other queue, too."""
+    side = Native(native, window=1 << 20)
+    lib = side.lib
+    front, first = begin(side, 1, 5)
+    assert lib.tu_link_announced(side.link, 1, 99, 6, False) == 0
+    token = side.wait(1, 2)
+    assert side.take(token) is Answer.BEGIN
+    second = lib.tu_link_begin(token, 1)
+    lib.tu_link_leave(front)
+    assert not lib.tu_link_moved(second)
+    side.arrived(2, b"other")
+    assert token in side.links.due()
+    assert side.take(token) is Answer.SAVE
+    lib.tu_link_save(side.link, second, b"second")
+    assert side.links.due() == [token]
+    assert side.take(token) == b"other"
+    assert lib.tu_link_moved(first)
+    lib.tu_link_save(side.link, first, b"first")
+    assert [side.receive(1), side.receive(1)] == [b"first", b"second"]
+    side.close()
+    side.destroy()
+
+
 def test_conversations(native: Any) -> None:
     """A queue is kept while it is open; what arrives when this side has left is dropped, and granted."""
     side = Native(native, window=8000)
