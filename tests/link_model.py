@@ -173,7 +173,7 @@ class Side:
     line: list[Queue] = attrs.Factory(list)
     # What arrives.
     outstanding: int = 0
-    #: The part of that which came by an admission, at most.
+    #: What came by an admission costs, less all that was granted since.
     admitted: int = 0
     unread: int = 0
     received: int = 0
@@ -288,6 +288,8 @@ class Side:
         """Takes the first message that no token has if it is at hand, or what is there of the byte stream."""
         queue = self.queue(number)
         place = len(queue.receives)
+        if place and number == wire.STREAM:
+            return Answer.EMPTY
         if queue.at_end or self.is_at_hand(queue, place):
             data = self._take(queue, place, limit)
             self._end_receives(queue)
@@ -321,10 +323,10 @@ class Side:
         queues = self.waits[token]
         self.woken.discard(token)
         if token in self.holding:
-            queue = self.holding_queue(token)
             item = self.holding[token]
-            if item.state is State.MOVING:
+            if item.state is State.MOVING:  # also if it was dropped: the buffer is still UCX's
                 return 0, Answer.EMPTY
+            queue = self.holding_queue(token)
             place = queue.receives.index(token)
             if place >= len(queue.messages) or queue.messages[place] is not item:
                 return queue.number, Answer.SAVE
@@ -361,7 +363,9 @@ class Side:
         for queue in queues:
             self._serve(queue)
         for queue in queues:
-            self._keep_newest(queue)
+            if queue.newest_only:
+                self._keep_newest(queue)
+                self._grant_if_due()
             self._end_receives(queue)
 
     # ---- transfers ----
@@ -388,6 +392,7 @@ class Side:
     def moved(self, item: Item, number: int) -> bool:
         """A transfer has ended. Returns whether the message is to be saved, because its task has gone."""
         if item not in self.queue(number).messages:
+            self._over(item)
             return False  # it was dropped meanwhile
         item.state = State.ARRIVED
         if item.holder is not None:
@@ -401,12 +406,22 @@ class Side:
             del self.holding[item.holder]
         item.state, item.holder = State.READY, None
         self._serve(self.queue(number))
-        self._keep_newest(self.queue(number))
+        if self.queue(number).newest_only:
+            self._keep_newest(self.queue(number))
+            self._grant_if_due()
 
     def failed(self, item: Item, number: int) -> None:
         """A transfer has failed: the queue ends at this message."""
         if item in self.queue(number).messages:
             self._cut(self.queue(number), item)
+            self._grant_if_due()
+        self._over(item)
+
+    def _over(self, item: Item) -> None:
+        """The transfer of a message is over that was dropped: the receive has its buffer again."""
+        if item.holder is not None:
+            del self.holding[item.holder]
+            self._wake(item.holder)
 
     def lose(self) -> None:
         """The peer is lost: each queue ends at the first message that has not arrived whole."""
@@ -427,11 +442,11 @@ class Side:
         self._drop(queue, queue.messages[queue.messages.index(missing) :])
 
     def _drop(self, queue: Queue, items: list[Item]) -> None:
-        """Drops messages. What they cost is not granted now: the peer reads nothing any more."""
+        """Drops messages. What they cost is not granted now."""
         for item in items:
             queue.messages.remove(item)
             self.unread -= cost(len(item.data), self.peer_threshold)
-            if item.holder is not None:
+            if item.holder is not None and item.state is not State.MOVING:
                 self._wake(item.holder)  # there may be a message for it in another queue
                 del self.holding[item.holder]
                 item.holder = None
@@ -483,6 +498,7 @@ class Side:
         """From now on a message takes the place of those before it that no receive waits for."""
         self.queue(number).newest_only = True
         self._keep_newest(self.queue(number))
+        self._grant_if_due()
 
     def end(self, *, receives: bool = False, drains: bool = False, sends: bool = False) -> None:
         """Receives end where no message is (``drains``: of a user's tags, and of the byte stream); sends end."""
@@ -545,7 +561,7 @@ class Side:
         for item in older:
             if item.state in (State.HELD, State.READY):
                 queue.messages.remove(item)
-                self._consumed(len(item.data))
+                self.unread -= cost(len(item.data), self.peer_threshold)
 
     def _consumed(self, size: int) -> None:
         self.unread -= cost(size, self.peer_threshold)
@@ -559,7 +575,7 @@ class Side:
         amount = self.outstanding - self.unread
         if amount > 0:
             self.outstanding -= amount
-            self.admitted = min(self.admitted, self.outstanding)
+            self.admitted -= min(self.admitted, amount)
             self.granted += 1
             self.stalled = False  # a peer that still is will say so
             self.frames.append(Grant(amount, self.received))
@@ -585,7 +601,7 @@ class Side:
         if isinstance(frame, Message):
             self._message_arrived(self.queue(frame.queue), Item(frame.data))
         elif isinstance(frame, Grant):
-            if frame.amount > self.charged or not self.arrived_there <= frame.received <= self.sent:
+            if not 0 < frame.amount <= self.charged or not self.arrived_there <= frame.received <= self.sent:
                 raise Refused
             self.charged -= frame.amount
             self.credit += frame.amount
@@ -636,3 +652,4 @@ class Side:
         self._serve(queue)
         if queue.lacks and not self._ended(queue):
             self._found_empty(queue)
+        self._grant_if_due()

@@ -75,7 +75,7 @@ def compile_module(folder: str, native: Path, *options: str) -> str:
             ("TU_IDLE_QUEUES", "1"),
             *((name, f"fake_{name.removeprefix('clock_')}") for name in REPLACED),
         ],
-        extra_compile_args=["-std=gnu11", "-O1", "-g", "-UNDEBUG", *options, *compiler_arguments],
+        extra_compile_args=["-std=gnu11", "-O1", "-g", "-UNDEBUG", "-fno-wrapv", *options, *compiler_arguments],
         extra_link_args=[option for option in options if option.startswith("-fsanitize")],
     )
     return str(ffi.compile(tmpdir=folder))
@@ -463,13 +463,13 @@ class PairedSide(Side):
     def close(self) -> None:
         """Closes the C side: everything ends, and is freed."""
         self.lib.tu_link_close(self.link)
+        for item, native in self.items.items():
+            if item.state is State.MOVING:  # until then the buffer of its receive is UCX's
+                assert not self.lib.tu_link_moved(native)
         for token in [self._forget(token) for token in self.waits]:
             compare("take", self.lib.TU_LINK_ENDED, self.lib.tu_link_take(token, 8, False, self._number))
         for token in self.tokens.values():
             compare("send", self.lib.TU_LINK_ENDED, self.lib.tu_link_send_reserved(token, b"", 0))
-        for item, native in self.items.items():
-            if item.state is State.MOVING:
-                assert not self.lib.tu_link_moved(native)
         self.tokens.clear()
         while self.lib.fake_pending():
             self.lib.fake_complete(0, 0)
@@ -594,10 +594,10 @@ class Fuzz:
     def close(self) -> None:
         """Afterwards nothing may be allocated any more."""
         self.lib.tu_link_close(self.link)
-        for token in self.receives:
-            assert self.lib.tu_link_take(token, 8, False, self.number) == self.lib.TU_LINK_ENDED
         while self.transfers:
             assert not self.lib.tu_link_moved(self.transfers.pop())
+        for token in self.receives:
+            assert self.lib.tu_link_take(token, 8, False, self.number) == self.lib.TU_LINK_ENDED
         while self.sends:
             self.leave_send()
         self.lib.tu_links_destroy(self.links.links)

@@ -324,6 +324,71 @@ def test_a_peer_that_sends_more_than_its_window(native: Any) -> None:
     assert side.lib.fake_allocated < 40
     assert side.frame(wire.Grant(1, 0)) == INVALID_PARAM
     assert side.frame(wire.Grant(0, 1)) == INVALID_PARAM
+    assert side.frame(wire.Grant(0, 0)) == INVALID_PARAM
+    side.close()
+    side.destroy()
+
+
+@pytest.mark.parametrize("how", ["left", "newest"])
+def test_messages_that_are_dropped_at_once_cost_credit(how: str, native: Any) -> None:
+    """What is granted because of them is no credit for the rest of them."""
+    side = Native(native)
+    if how == "left":
+        assert side.lib.tu_link_open_queue(side.link, 1) == 0
+        side.lib.tu_link_leave_queue(side.link, 1)
+    else:
+        side.lib.tu_link_newest(side.link, 1)
+    assert side.arrived(1, *[b""] * 65535) == INVALID_PARAM
+    assert side.arrived(1, *[b""] * 11) == (CANCELED if how == "left" else 0)
+    assert len(list(side.links.sent())) <= 11
+    side.close()
+    side.destroy()
+
+
+def test_what_was_admitted_is_no_credit_for_ever(native: Any) -> None:
+    """A peer fills one queue, and sends to another by admissions, which are read."""
+    side = Native(native, window=65536)
+    counts = side.ffi.new("tu_link_counts_t *")
+    for _ in range(200):
+        side.arrived(1, bytes(60_000))
+        token = side.wait(2)
+        side.lib.tu_link_count(side.link, counts)
+        side.frame(wire.Stalled(counts.grants_sent))
+        side.arrived(2, bytes(60_000))
+        side.lib.tu_link_leave(token)
+        side.receive(2)
+        list(side.links.sent())
+    side.lib.tu_link_count(side.link, counts)
+    assert counts.unread <= 2 * 65536
+    side.close()
+    side.destroy()
+
+
+def test_a_buffer_is_ucxs_until_the_transfer_is_over(native: Any) -> None:
+    """Even if the message was dropped: its receive begins no other transfer, and does not end."""
+    side = Native(native, window=1 << 20)
+    lib = side.lib
+    assert lib.tu_link_announced(side.link, 1, 99, 5, False) == 0
+    token = side.wait(1, 2)
+    assert side.take(token) is Answer.BEGIN
+    item = lib.tu_link_begin(token, 1)
+    lib.tu_link_leave_queue(side.link, 1)
+    assert lib.tu_link_announced(side.link, 2, 98, 6, False) == 0
+    assert side.take(token) is Answer.EMPTY
+    assert not lib.tu_link_moved(item)
+    assert side.links.due() == [token]
+    assert side.take(token) is Answer.BEGIN
+    lib.tu_link_leave(token)
+    side.close()
+    side.destroy()
+
+
+def test_the_byte_stream_is_for_the_task_that_waits(native: Any) -> None:
+    side = Native(native)
+    token = side.wait(wire.STREAM)
+    side.arrived(wire.STREAM, b"12345", b"67890")
+    assert side.receive(wire.STREAM) is Answer.EMPTY
+    assert side.take(token) == b"1234567890"
     side.close()
     side.destroy()
 
@@ -460,6 +525,7 @@ def test_no_memory_to_save_a_message(native: Any) -> None:
     lib.tu_link_save(side.link, item, b"first")
     lib.tu_allocations_left = -1
     assert side.receive(1) is Answer.REFUSED
+    assert (wire.CONTROL, wire.encode_frame(wire.Dropped(1, 5))) in side.links.sent()
     assert side.receive(1) == b"other"
     side.close()
     side.destroy()

@@ -59,9 +59,9 @@ tu_link_t *tu_link_open(tu_links_t *links, tu_endpoint_t *endpoint, const tu_lin
 void tu_link_detach(tu_link_t *link);
 /* All waits end. UCX may keep frames and batches that it has not sent. */
 void tu_link_close(tu_link_t *link);
-/* Sets what ends: receives where no message is; with `drains` those outside conversations; sends. */
+/* What ends, and stays so: receives where no message is; with `drains` those outside conversations; sends. */
 void tu_link_answers(tu_link_t *link, bool receives_end, bool drains, bool sends_end);
-/* Sets what ends in one tag queue. Returns a ucs_status_t. */
+/* What ends in one tag queue, and stays so. Returns a ucs_status_t. */
 int tu_link_end_queue(tu_link_t *link, uint32_t number, bool receives_end, bool sends_end);
 /* A conversation begins: its queue is kept until it is forgotten. Returns a ucs_status_t. */
 int tu_link_open_queue(tu_link_t *link, uint32_t number);
@@ -113,7 +113,8 @@ int tu_link_announced(tu_link_t *link, uint32_t number, uint64_t handle, size_t 
 tu_item_t *tu_link_begin(tu_token_t *token, uint32_t number);
 /* After TU_LINK_BEGIN: the message does not suit the receive, and is dropped. The token is over. */
 void tu_link_drop(tu_token_t *token, uint32_t number);
-/* A transfer has ended well. Returns whether the message is to be saved, because its receive has left. */
+/* A transfer has ended well. Returns true if the message is to be saved, because its receive has left. Until this or
+ * tu_link_failed the buffer is UCX's, even if the queue has ended meanwhile: its receive gets TU_LINK_EMPTY. */
 bool tu_link_moved(tu_item_t *item);
 /* A transfer has failed: its tag queue ends at this message. */
 void tu_link_failed(tu_link_t *link, tu_item_t *item);

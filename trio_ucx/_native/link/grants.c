@@ -21,7 +21,7 @@ static bool grant(tu_link_t *link)
         return false;
     }
     link->outstanding -= amount;
-    link->admitted     = link->admitted < link->outstanding ? link->admitted : link->outstanding;
+    link->admitted    -= link->admitted < amount ? link->admitted : amount;
     link->grants_sent++;
     link->stalled = false; /* a peer that still is will say so */
     tu_le64_store(frame + 1, (uint64_t)amount);
@@ -68,7 +68,7 @@ void tu_report_dropped(tu_link_t *link, const tu_queue_t *queue, size_t length)
 
 static ucs_status_t grant_arrived(tu_link_t *link, uint64_t amount, uint64_t received)
 {
-    if (amount > (uint64_t)link->charged || received > link->sent || received < link->arrived_there) {
+    if (amount == 0 || amount > (uint64_t)link->charged || received > link->sent || received < link->arrived_there) {
         return UCS_ERR_INVALID_PARAM;
     }
     link->charged      -= (int64_t)amount;

@@ -28,9 +28,9 @@ static void queue_ended(tu_link_t *link, tu_queue_t *queue)
 
 void tu_link_answers(tu_link_t *link, bool receives_end, bool drains, bool sends_end)
 {
-    link->receives_end = receives_end;
-    link->drains       = drains;
-    link->sends_end    = sends_end;
+    link->receives_end |= receives_end;
+    link->drains       |= drains;
+    link->sends_end    |= sends_end;
     tu_queues_each(link, queue_ended);
 }
 
@@ -41,8 +41,8 @@ int tu_link_end_queue(tu_link_t *link, uint32_t number, bool receives_end, bool 
     if (queue == NULL) {
         return UCS_ERR_NO_MEMORY;
     }
-    queue->receives_end = receives_end;
-    queue->sends_end    = sends_end;
+    queue->receives_end |= receives_end;
+    queue->sends_end    |= sends_end;
     queue_ended(link, queue);
     return UCS_OK;
 }
@@ -77,6 +77,7 @@ void tu_link_forget_queue(tu_link_t *link, uint32_t number)
     if (queue != NULL) {
         tu_messages_drop(link, queue);
         tu_queue_forget(link, queue);
+        tu_grant_if_due(link);
     }
 }
 

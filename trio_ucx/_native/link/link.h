@@ -10,8 +10,9 @@
  *                               when they are used      with the last token; queues
  *                                                       when they are idle, too
  *   tu_item_t                   tu_link_arrived,        when it is taken or dropped;   no
- *                               tu_link_announced       by tu_link_moved, if that was
- *                                                       while it was MOVING
+ *                               tu_link_announced       by tu_links_discarded, if it
+ *                                                       was HELD; by tu_link_moved or
+ *                                                       _failed, if it was MOVING
  *   tu_token_t                  tu_link_wait,           when its task has got its      no
  *                               tu_link_wait_send       message or its end, or leaves
  *   tu_outgoing_t               tu_link_send_frame; a   when UCX is done with it. One  until its callback
@@ -42,8 +43,10 @@
 #define TU_FRAME_DROPPED 12
 /* What a message may cost that goes by itself, when the peer has read everything. */
 #define TU_LINK_LONE (68 << 10)
-/* A longer message costs more than any window. */
-#define TU_LONGEST_MESSAGE ((size_t)1 << 62)
+/* What messages cost can be added without an overflow. */
+#define TU_LONGEST_MESSAGE ((size_t)1 << 46)
+/* A peer that takes nothing may not make this side keep more frames and batches. */
+#define TU_MOST_KEPT 65536
 
 typedef struct tu_queue tu_queue_t;
 
@@ -57,7 +60,7 @@ typedef enum tu_item_state {
 /* A message that nobody has taken. */
 struct tu_item {
     struct tu_item *next;
-    tu_queue_t *queue;         /* NULL: it was dropped, while it is MOVING */
+    tu_queue_t *queue;         /* NULL: it was dropped, while it was MOVING */
     tu_token_t *holder;        /* in whose buffer it is, or to which it is on its way; NULL: that one has left */
     uint64_t handle;           /* UCX's, while it is HELD */
     char *data;                /* if READY; NULL: there was no memory for it */
@@ -157,7 +160,7 @@ struct tu_link {
     tu_list_t line;            /* tu_queue_t.in_line */
     /* what arrives */
     int64_t outstanding;       /* what has arrived costs, less what was granted */
-    int64_t admitted;          /* the part of it that came by an admission, at most */
+    int64_t admitted;          /* what came by an admission costs, less all that was granted since */
     int64_t unread;
     uint64_t received, bytes_received, grants_sent;
     size_t admissions;
@@ -257,6 +260,8 @@ void tu_item_remove(tu_link_t *link, tu_queue_t *queue, tu_item_t **from);
 
 /* Adds a message, with its bytes or with UCX's handle. False: there is no memory, and the link has broken. */
 bool tu_message_add(tu_link_t *link, tu_queue_t *queue, const char *data, uint64_t handle, bool whole, size_t length);
+/* So many messages have arrived: what they cost. */
+void tu_messages_charged(tu_link_t *link, tu_queue_t *queue, size_t length, size_t count);
 /* The last message has arrived. */
 void tu_message_arrived(tu_link_t *link, tu_queue_t *queue, size_t length);
 /* Drops the messages but the last that no place has. */

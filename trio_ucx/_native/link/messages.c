@@ -153,15 +153,14 @@ void tu_item_drop(tu_link_t *link, tu_queue_t *queue, tu_item_t **from)
     }
     queue->count--;
     queue->large -= item->state != TU_ITEM_READY;
+    link->unread -= tu_link_cost(item->length, link->terms.peer_threshold);
+    if (item->state == TU_ITEM_MOVING) {
+        item->queue = NULL;
+        return;
+    }
     if (item->holder != NULL) {
         tu_token_wake(item->holder); /* there may be a message for it in another queue */
         item->holder->held = NULL;
-    }
-    link->unread -= tu_link_cost(item->length, link->terms.peer_threshold);
-    if (item->state == TU_ITEM_MOVING) {
-        item->queue  = NULL;
-        item->holder = NULL;
-        return;
     }
     if (item->state == TU_ITEM_HELD && item->handle != 0) {
         item->next             = link->links->discarded;
@@ -242,7 +241,7 @@ void tu_messages_keep_newest(tu_link_t *link, tu_queue_t *queue)
 
     for (; older > 0; older--) {
         if ((*from)->state == TU_ITEM_HELD || (*from)->state == TU_ITEM_READY) {
-            tu_item_remove(link, queue, from);
+            tu_item_drop(link, queue, from);
         } else {
             from = &(*from)->next;
         }
@@ -276,23 +275,24 @@ bool tu_message_add(tu_link_t *link, tu_queue_t *queue, const char *data, uint64
     return true;
 }
 
-void tu_message_arrived(tu_link_t *link, tu_queue_t *queue, size_t length)
+void tu_messages_charged(tu_link_t *link, tu_queue_t *queue, size_t length, size_t count)
 {
     int64_t amount = tu_link_cost(length, link->terms.peer_threshold);
 
-    link->received++;
-    link->bytes_received += length;
-    link->outstanding    += amount;
+    link->received       += count;
+    link->bytes_received += count * length;
+    link->outstanding    += (int64_t)count * amount;
     if (queue->admitted_by_us) {
         queue->admitted_by_us = false;
         link->admissions--;
         link->admitted += amount;
     }
-    if (queue->drops) {
-        tu_grant_if_due(link);
-        return;
-    }
-    link->unread += amount;
+}
+
+void tu_message_arrived(tu_link_t *link, tu_queue_t *queue, size_t length)
+{
+    tu_messages_charged(link, queue, length, 1);
+    link->unread += tu_link_cost(length, link->terms.peer_threshold);
     if (queue->newest) {
         tu_messages_keep_newest(link, queue);
     }

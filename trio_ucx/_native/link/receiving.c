@@ -4,21 +4,23 @@
 
 #include "link.h"
 
-/* True if the peer may have sent this: it had credit, or this queue was admitted, or it goes by itself. What came by an
- * admission does not count: it may have overtaken a send that had its credit already. */
-static bool keeps_to_window(const tu_link_t *link, const tu_queue_t *queue, size_t length)
+/* True if the peer may have sent so many messages: it had credit, or the first was admitted, or it goes by itself. What
+ * is granted because of them does not count, and neither does what came by an admission before: that may have overtaken
+ * sends that had their credit already. */
+static bool keeps_to_window(const tu_link_t *link, const tu_queue_t *queue, int64_t amount, size_t count)
 {
-    int64_t amount = tu_link_cost(length, link->terms.peer_threshold);
     int64_t before = link->outstanding - link->admitted;
+    int64_t room   = (int64_t)link->terms.window - before;
+    size_t most    = (room > 0 ? (size_t)(room / amount) : 0) + queue->admitted_by_us;
 
-    return amount <= (int64_t)link->terms.window - before || queue->admitted_by_us ||
-           (before == 0 && amount <= TU_LINK_LONE);
+    return count <= most || (count == 1 && before == 0 && amount <= TU_LINK_LONE);
 }
 
 /* Messages have arrived: `data` has the bytes of small ones, one after the other; NULL: UCX has it, by its handle. */
 static int arrived(tu_link_t *link, uint32_t number, size_t length, size_t count, const char *data, uint64_t handle,
                    bool whole)
 {
+    int64_t amount = tu_link_cost(length, link->terms.peer_threshold);
     tu_queue_t *queue;
 
     if (!tu_queue_is_valid(number) || length > (data != NULL ? TU_LINK_OUT : TU_LONGEST_MESSAGE)) {
@@ -30,17 +32,24 @@ static int arrived(tu_link_t *link, uint32_t number, size_t length, size_t count
         link->drops = true;
         return UCS_ERR_NO_MEMORY;
     }
+    if (!keeps_to_window(link, queue, amount, count)) {
+        tu_queue_forget_if_idle(link, queue);
+        return UCS_ERR_INVALID_PARAM;
+    }
+    if (queue->drops) {
+        tu_messages_charged(link, queue, length, count);
+        tu_grant_if_due(link);
+        return UCS_ERR_CANCELED;
+    }
     for (; count > 0; count--) {
-        if (!keeps_to_window(link, queue, length)) {
-            return UCS_ERR_INVALID_PARAM;
-        }
-        if (!queue->drops && !tu_message_add(link, queue, data, handle, whole, length)) {
+        if (!tu_message_add(link, queue, data, handle, whole, length)) {
             return UCS_ERR_NO_MEMORY;
         }
         tu_message_arrived(link, queue, length);
         data = data == NULL ? NULL : data + length;
     }
-    return queue->drops ? UCS_ERR_CANCELED : UCS_OK;
+    tu_grant_if_due(link); /* newer messages have taken the place of older ones */
+    return UCS_OK;
 }
 
 int tu_link_arrived(tu_link_t *link, uint32_t number, size_t length, size_t count, const char *data)
@@ -118,7 +127,7 @@ static int64_t take_at(tu_link_t *link, tu_queue_t *queue, size_t index, size_t 
         return (*from)->data == NULL ? UCS_ERR_NO_MEMORY : (int64_t)length;
     }
     tu_item_remove(link, queue, from);
-    if (answer == TU_LINK_TOO_LONG) {
+    if (answer < 0) {
         tu_report_dropped(link, queue, length);
     }
     return answer;
@@ -135,6 +144,9 @@ int64_t tu_link_receive(tu_link_t *link, uint32_t number, size_t limit, bool loo
     tu_queue_t *queue = tu_queue_find(link, number);
     int64_t length;
 
+    if (number == TU_STREAM_QUEUE && queue != NULL && queue->waiting > 0) {
+        return TU_LINK_EMPTY; /* its pieces are for the task that waits */
+    }
     if (queue != NULL && (queue->at_end || tu_is_at_hand(queue, queue->waiting))) {
         length = take(link, queue, queue->waiting, limit, look);
         tu_receives_end(link, queue);
@@ -174,6 +186,7 @@ static void receive_gone(tu_token_t *token)
     for (i = 0; i < token->count; i++) {
         if (token->places[i].queue->newest) {
             tu_messages_keep_newest(link, token->places[i].queue);
+            tu_grant_if_due(link);
         }
         tu_receives_end(link, token->places[i].queue);
         tu_queue_forget_if_idle(link, token->places[i].queue);
@@ -251,15 +264,17 @@ tu_token_t *tu_link_wait(tu_link_t *link, const uint32_t *numbers, size_t count)
 /* Takes the message in a receive's buffer, if it is the receive's, and its turn. */
 static int64_t take_held(tu_token_t *token, uint32_t *number)
 {
-    tu_item_t *item   = token->held;
-    tu_queue_t *queue = item->queue;
-    tu_place_t *place = tu_place_in(token, queue), *before;
-    tu_item_t **from  = &queue->first;
-    int64_t length    = (int64_t)item->length;
+    tu_item_t *item = token->held, **from;
+    tu_place_t *place, *before;
+    int64_t length = (int64_t)item->length;
+    tu_queue_t *queue;
 
-    if (item->state == TU_ITEM_MOVING) {
+    if (item->state == TU_ITEM_MOVING) { /* also if it was dropped: the buffer is still UCX's */
         return TU_LINK_EMPTY;
     }
+    queue   = item->queue;
+    place   = tu_place_in(token, queue);
+    from    = &queue->first;
     *number = queue->number;
     if (!place->has || *tu_item_at(queue, tu_place_index(place)) != item) {
         return TU_LINK_SAVE;
@@ -328,5 +343,6 @@ int tu_link_newest(tu_link_t *link, uint32_t number)
     }
     queue->newest = true;
     tu_messages_keep_newest(link, queue);
+    tu_grant_if_due(link);
     return UCS_OK;
 }

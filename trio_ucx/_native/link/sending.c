@@ -264,8 +264,8 @@ void tu_link_send_frame(tu_link_t *link, const void *frame, size_t length, bool 
     if (link->endpoint == NULL || link->status != UCS_OK) {
         return;
     }
-    if (length > TU_LONGEST_FRAME) {
-        tu_link_broke(link, UCS_ERR_INVALID_PARAM);
+    if (length > TU_LONGEST_FRAME || link->kept_count > TU_MOST_KEPT) {
+        tu_link_broke(link, length > TU_LONGEST_FRAME ? UCS_ERR_INVALID_PARAM : UCS_ERR_EXCEEDS_LIMIT);
         return;
     }
     if (later && (link->batch != NULL || batch_begin(link))) {

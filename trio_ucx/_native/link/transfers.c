@@ -28,10 +28,20 @@ void tu_link_drop(tu_token_t *token, uint32_t number)
     tu_place_used(token, place, true);
 }
 
+/* Frees a message that was dropped during its transfer, which is over: the receive has its buffer again. */
+static void free_dropped(tu_item_t *item)
+{
+    if (item->holder != NULL) {
+        item->holder->held = NULL;
+        tu_token_wake(item->holder);
+    }
+    free(item);
+}
+
 bool tu_link_moved(tu_item_t *item)
 {
     if (item->queue == NULL) {
-        free(item);
+        free_dropped(item);
         return false;
     }
     item->state = TU_ITEM_ARRIVED;
@@ -57,6 +67,7 @@ void tu_link_save(tu_link_t *link, tu_item_t *item, const void *data)
     tu_places_serve(item->queue);
     if (item->queue->newest) {
         tu_messages_keep_newest(link, item->queue);
+        tu_grant_if_due(link);
     }
 }
 
@@ -64,8 +75,9 @@ void tu_link_failed(tu_link_t *link, tu_item_t *item)
 {
     if (item->queue != NULL) {
         tu_messages_cut(link, item->queue, item);
+        tu_grant_if_due(link);
     }
-    free(item);
+    free_dropped(item);
 }
 
 static bool is_with_sender(const tu_item_t *item)
