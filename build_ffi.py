@@ -49,6 +49,14 @@ SOURCES = [
     "strided.c",
     "active_messages.c",
     "stream.c",
+    "link/queues.c",
+    "link/worker.c",
+    "link/sending.c",
+    "link/grants.c",
+    "link/messages.c",
+    "link/receiving.c",
+    "link/transfers.c",
+    "link/link.c",
 ]
 #: The extensions: by folder in ``NATIVE``, their compiled files. Those that come later use those before. A build has
 #: those whose folders exist, and tells the core (``native.h``) their names.
@@ -68,6 +76,9 @@ EXTENSIONS = {
     ],
     "chain": ["build.c", "node.c", "post.c", "run.c", "expressions.c", "report.c", "crc32c.c"],
 }
+
+#: What C code may call in Python.
+CALLBACKS = 'extern "Python" int64_t tu_python_outlet(void *context, uint32_t number, const void *data, size_t length);'
 
 #: The module parses what peers send. (Some compilers set the second themselves, hence -U.)
 HARDENING = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
@@ -123,9 +134,11 @@ def make_builder() -> FFI:
     ffi = FFI()
     extensions = [folder for folder in EXTENSIONS if (ROOT / NATIVE / folder).exists()]
     sources = [*SOURCES, *(f"{folder}/{source}" for folder in extensions for source in EXTENSIONS[folder])]
-    for folder in ("", *extensions):
+    for folder in ("", "link", *extensions):
         ffi.cdef((ROOT / NATIVE / folder / "cdef.h").read_text())
-    includes = "".join(f'#include "{header}"\n' for header in ("native.h", *(f"{name}/cdef.h" for name in extensions)))
+    ffi.cdef(CALLBACKS)
+    headers = ("native.h", *(f"{name}/cdef.h" for name in ("link", *extensions)))
+    includes = "".join(f'#include "{header}"\n' for header in headers)
     ffi.set_source(
         "trio_ucx._native._ucx",
         includes + PREAMBLE,

@@ -59,7 +59,7 @@ def break_connection(connection: trio_ucx.Connection) -> None:
 
 def break_deliveries(connection: trio_ucx.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     """Delivering a small message to a connection raises ZeroDivisionError."""
-    monkeypatch.setattr(internals(connection).receiving.credit, "arrived", lambda *_: 1 / 0)
+    monkeypatch.setattr(internals(connection).receiving, "packed_arrived", lambda *_: 1 / 0)
 
 
 def record_workers_left_alone(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -18,6 +18,7 @@ is cancelled instead, the next one gets its message.
   receives complete in order: a message is taken only when those before it are at hand. If the task of a transfer is
   cancelled, the transfer goes on without it; then the message is saved to memory of ours, and keeps its position. The
   receives behind it get the messages before theirs: one whose buffer has another message by now saves that, too.
+* A large message may also be *fetched* to memory of ours as soon as it has arrived. It needs no task.
 * When receives or sends end, the tokens of those that would wait for ever are due, and their tasks get the end.
 """
 
@@ -31,8 +32,10 @@ from typing import NamedTuple
 import attrs
 
 from trio_ucx._rules import wire
-from trio_ucx._rules.credit import LONE
-from trio_ucx._rules.credit import cost as cost
+
+#: What an unread small message costs besides its payload, and a longer one; what one costs in all that stays with its
+#: sender; and what a message may cost that goes by itself.
+SMALL_OVERHEAD, LARGE_OVERHEAD, ANNOUNCEMENT, LONE = 352, 512, 8960, 68 << 10
 
 #: Transfers of one queue that may go on at once.
 AHEAD = 8
@@ -40,6 +43,13 @@ AHEAD = 8
 MOST_READ = 65536
 #: The most tag queues whose next message one side may have admitted.
 MOST_ADMISSIONS = 1 << 16
+
+
+def cost(length: int, threshold: int) -> int:
+    """Returns what a message of ``length`` bytes costs, sent with the rendezvous threshold ``threshold`` (0: none)."""
+    if threshold and length >= threshold:
+        return ANNOUNCEMENT
+    return length + (SMALL_OVERHEAD if length <= wire.SMALL_MESSAGE else LARGE_OVERHEAD)
 
 
 class Message(NamedTuple):
@@ -93,11 +103,17 @@ class State(enum.Enum):
 
 @attrs.define(eq=False)
 class Item:
-    """A message. ``holder``: the token in whose buffer it is, or to which it is on its way; None if it left."""
+    """A message.
+
+    Attributes:
+        holder: the token in whose buffer it is, or to which it is on its way; None if that has left.
+        fetched: whether it is on its way to memory of ours, or was.
+    """
 
     data: bytes
     state: State = State.READY
     holder: int | None = None
+    fetched: bool = False
     #: Whether UCX is known to have all of it.
     whole: bool = True
     #: Bytes of a piece of the byte stream that were read.
@@ -310,7 +326,8 @@ class Side:
             if queue.lacks and not queue.at_end and not self._ended(queue):
                 self._found_empty(queue)
         for queue in self.waits[token]:
-            self._serve(queue)
+            if not queue.lacks:
+                self._serve(queue)
         if any(queue.at_end for queue in self.waits[token]) or self._waits_in_vain(token, all):
             self._wake(token)
 
@@ -330,7 +347,7 @@ class Side:
             place = queue.receives.index(token)
             if place >= len(queue.messages) or queue.messages[place] is not item:
                 return queue.number, Answer.SAVE
-            if not self._settled(queue, queue.receives.index(token)):
+            if not self.settled(queue, queue.receives.index(token)):
                 return 0, Answer.EMPTY
             queue.messages.remove(item)
             del self.holding[token]
@@ -344,7 +361,9 @@ class Side:
                 self.leave(token)
                 return queue.number, data
             if place < len(queue.messages) and queue.messages[place].state is State.HELD:
-                return queue.number, Answer.BEGIN
+                too_long = len(queue.messages[place].data) > limit and queue.number != wire.STREAM
+                if not too_long or self.settled(queue, place):  # that it is too long is an answer, and has its turn
+                    return queue.number, Answer.BEGIN
         if not self._waits_in_vain(token, all):
             return 0, Answer.EMPTY
         self.leave(token)
@@ -374,6 +393,13 @@ class Side:
         """The queue of the message in a token's buffer."""
         return next(queue for queue in self.waits[token] if self.holding[token] in queue.messages)
 
+    def fetch(self, item: Item, number: int) -> bool:
+        """A transfer to memory of ours begins if the message is the last of its queue, and held."""
+        fetched = self.queue(number).messages[-1:] == [item] and item.state is State.HELD
+        if fetched:
+            item.state, item.fetched = State.MOVING, True
+        return fetched
+
     def begin(self, token: int, number: int) -> None:
         """The task of a token begins the transfer of its message."""
         queue = self.queue(number)
@@ -394,6 +420,9 @@ class Side:
         if item not in self.queue(number).messages:
             self._over(item)
             return False  # it was dropped meanwhile
+        if item.fetched:
+            self._became_ready(item, number)
+            return False
         item.state = State.ARRIVED
         if item.holder is not None:
             self._serve(self.queue(number))
@@ -404,7 +433,12 @@ class Side:
         if item.holder is not None:
             self._wake(item.holder)  # there may be a message for it, also in another queue
             del self.holding[item.holder]
-        item.state, item.holder = State.READY, None
+            item.holder = None
+        self._became_ready(item, number)
+
+    def _became_ready(self, item: Item, number: int) -> None:
+        """A message is in memory of ours."""
+        item.state = State.READY
         self._serve(self.queue(number))
         if self.queue(number).newest_only:
             self._keep_newest(self.queue(number))
@@ -459,7 +493,7 @@ class Side:
         for token in queue.receives if self._ended(queue) and not queue.messages else []:
             self._wake(token)
 
-    def _settled(self, queue: Queue, place: int) -> bool:
+    def settled(self, queue: Queue, place: int) -> bool:
         """True if the messages before this place are at hand."""
         return all(
             item.state is State.READY or (item.state is State.ARRIVED and item.holder == token)
@@ -472,7 +506,7 @@ class Side:
         there = item is not None and (
             item.state is State.READY or (item.state is State.ARRIVED and item.holder in queue.receives[place:][:1])
         )
-        return there and self._settled(queue, place)
+        return there and self.settled(queue, place)
 
     def _serve(self, queue: Queue) -> None:
         """Wakes those who may go on."""

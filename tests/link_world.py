@@ -8,15 +8,16 @@ import random
 from collections.abc import Callable
 
 import attrs
-from link_model import AHEAD, Answer, Frame, Grant, Item, Message, Side, State, cost
+from link_model import AHEAD, LONE, Answer, Frame, Grant, Item, Message, Side, State, cost
 
 from trio_ucx._rules import wire
-from trio_ucx._rules.credit import LONE
 
 QUEUES = range(3)
 #: Some need all of a window, or more.
 SIZES = [0, 0, 1, 8, 8, 100, 1024, 1025, 4000, 20_000]
 _LARGE = 1 << 17
+#: What some receives take at most.
+_LIMIT = 100
 #: Of a world with long transfers.
 LARGE_SIZES = [8, 1025, 1025, 2000, 4000, 66_000]
 #: Messages from this size on may be large ones, which UCX holds.
@@ -49,8 +50,9 @@ class End:
     got: dict[int, dict[int, bytes]] = attrs.Factory(lambda: collections.defaultdict(dict))
     #: How many were dropped because they were too long.
     dropped: collections.Counter[int] = attrs.Factory(collections.Counter)
-    #: Transfers that go on: the message, and its queue.
+    #: Transfers that go on: the message, and its queue; and what was announced, and nobody has tried to fetch.
     transfers: list[tuple[Item, int]] = attrs.Factory(list)
+    announced: list[tuple[Item, int]] = attrs.Factory(list)
     #: The byte stream.
     wrote: bytearray = attrs.Factory(bytearray)
     read: bytearray = attrs.Factory(bytearray)
@@ -79,6 +81,8 @@ class World:
         #: Whether it is mostly about transfers, which overlap and are cancelled.
         self.moves = self.chance.random() < 0.3
         self.queues = QUEUES[:1] if self.moves else QUEUES
+        #: How often a message is fetched when it is announced.
+        self.fetches = self.chance.choice([0, 0, 0.1, 0.5, 1])
         windows = [self.chance.choice([1, 1000, 4096, 16384, 100_000][self.moves * 3 :]) for _ in range(2)]
         thresholds = [self.chance.choice([0, 0, 2000]) for _ in range(2)]
         self.ends = [End(make(*windows, *thresholds)), End(make(*windows[::-1], *thresholds[::-1]))]
@@ -88,12 +92,12 @@ class World:
         self.over = False
         #: The most receives that have waited at the same time.
         self.most_waits = 0
-        self.newest = self.chance.choice([None, None, 2])
+        self.newest = self.chance.choice([None, None, 0, 2])
         if self.newest is not None:
             for end in self.ends:
                 end.side.newest(self.newest)
         self.began = 0
-        self.limit = 100
+        self.limit = _LIMIT
 
     def begin(self) -> int:
         self.began += 1
@@ -108,6 +112,7 @@ class World:
         steps = [self.send, self.receive, self.run, self.run, self.leave, self.deliver, self.deliver, self.stream]
         steps += [self.receive, self.receive] if self.moves else [self.move, self.move]
         steps += [self.leave, self.deliver, self.move] if self.moves else []
+        steps += [self.fetch] if self.fetches else []
         self.chance.choice(steps)(self.chance.choice(self.ends))
         if self.may_end and self.chance.random() < 0.005:
             self.over = True
@@ -211,6 +216,13 @@ class World:
         end.transfers.append((item, number))
         return Answer.BEGIN
 
+    def fetch(self, end: End, index: int | None = None) -> None:
+        """A message is received to memory of ours, unless it is too late for that."""
+        if end.announced:
+            found = end.announced.pop(self.chance.randrange(len(end.announced)) if index is None else index)
+            if end.side.fetch(*found):
+                end.transfers.append(found)
+
     def move(self, end: End) -> None:
         """A transfer ends."""
         if end.transfers:
@@ -245,7 +257,10 @@ class World:
             size = len(frame.data) if isinstance(frame, Message) else 0
             if size > 65536 or (size >= HELD and self.chance.random() < 0.7):
                 assert isinstance(frame, Message)
-                end.side.announced(frame, self.chance.random() < 0.5)
+                item = end.side.announced(frame, self.chance.random() < 0.5)
+                end.announced.append((item, frame.queue))
+                if self.chance.random() < self.fetches:
+                    self.fetch(end, -1)
             else:
                 end.side.arrived(frame)
 
@@ -261,6 +276,7 @@ class World:
                 for place, token in enumerate(queue.receives[: len(queue.messages)]):
                     item, held = queue.messages[place], side.holding.get(token)
                     begins = held is None and item.state is State.HELD and place < AHEAD
+                    begins = begins and (len(item.data) <= _LIMIT or side.settled(queue, place))
                     if begins or (held in (None, item) and side.is_at_hand(queue, place)):
                         require(token in side.due, "a message is there, and nobody is woken", queue)
             flying = sum(cost(len(frame.data), side.threshold) for frame in end.network if isinstance(frame, Message))

@@ -105,6 +105,13 @@ int64_t tu_tag_send_one(tu_endpoint_t *to, const void *data, size_t length, int 
     return 0;
 }
 
+int64_t fake_outlet(void *context, uint32_t number, const void *data, size_t length)
+{
+    (void)context;
+    log_add((uint64_t)2 << 32 | number, data, length);
+    return 0;
+}
+
 ucs_status_ptr_t ucp_tag_send_nbx(ucp_ep_h ep, const void *data, size_t length, ucp_tag_t tag,
                                   const ucp_request_param_t *param)
 {

@@ -10,6 +10,10 @@ extern size_t fake_freed;      /* requests */
 extern size_t fake_allocated;  /* what the links have allocated, and not freed */
 
 tu_endpoint_t *fake_endpoint(void);
+/* The core's: gives UCX a message. */
+int64_t tu_tag_send_one(tu_endpoint_t *to, const void *data, size_t length, int memory, uint64_t tag);
+/* A tu_outlet_t: as if UCX sent it at once. */
+int64_t fake_outlet(void *context, uint32_t number, const void *data, size_t length);
 /* Takes what was sent: tag, size, data, again and again. Returns the number of bytes. */
 size_t fake_log_take(char *out);
 /* What UCX still has. */

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import cffi
-from link_model import Admit, Answer, Dropped, Frame, Grant, Item, Message, Refused, Side, Stalled, State
-from link_world import World
+from link_model import Admit, Answer, Dropped, Frame, Grant, Item, Message, Queue, Refused, Side, Stalled, State
+from link_world import QUEUES, World
 
 from trio_ucx._rules import wire
 from trio_ucx._rules.wire import PACKED_HEAD
@@ -107,6 +107,16 @@ class NativeLinks:
         terms = self.ffi.new("tu_link_terms_t *", (1, 2, window, peer_window, threshold, peer_threshold, defers))
         return self.lib.tu_link_open(self.links, self.lib.fake_endpoint(), terms)
 
+    def post(self, number: int, data: bytes) -> int:
+        """Hands a message for the link's peer to UCX, as a caller of ``tu_link_may_send`` does."""
+        return int(self.lib.tu_tag_send_one(self.lib.fake_endpoint(), data, len(data), 0, 2 << 32 | number))
+
+    def queues(self, link: Any, most: int = 64) -> list[tuple[int, int, int, int, int]]:
+        """Of each queue: its number, messages, bytes, messages that may be with the sender, and receives that wait."""
+        counts = self.ffi.new("tu_queue_counts_t[]", most)
+        count = min(self.lib.tu_link_list(link, counts, most), most)
+        return [(each.number, each.messages, each.bytes, each.with_sender, each.waiting) for each in counts[0:count]]
+
     def sent(self) -> Iterator[tuple[int, bytes]]:
         """What was given to UCX, by queue; batches are taken apart."""
         size = self.lib.fake_log_take(self._log)
@@ -178,17 +188,22 @@ class PairedSide(Side):
         self.native = NativeLinks(module)
         self.lib, self.ffi, self.chance = module.lib, module.ffi, chance
         self.link = self.native.open(*arguments, defers=chance.random() < 0.8)
+        if chance.random() < 0.2:
+            self.lib.tu_link_divert(self.link, self.ffi.addressof(self.lib, "fake_outlet"), self.ffi.NULL)
         #: By the model's token, the one in C.
         self.tokens: dict[int, Any] = {}
-        #: The messages whose transfers have begun, in C; and how many were announced, and discarded.
+        #: The messages whose transfers have begun, in C.
         self.items: dict[Item, Any] = {}
-        self.handles = 0
+        #: UCX's handles of the messages that were announced, and the queues of those that were not discarded.
+        self.handles: dict[Item, int] = {}
+        self.announcements: dict[Item, int] = {}
         #: What the model has sent, and the C code has not been seen to send.
         self.expected: collections.deque[tuple[int, bytes]] = collections.deque()
-        self._seen = 0
+        self._seen = self._requests = 0
         self._alone = False
         self._number = self.ffi.new("uint32_t *")
         self._counts = self.ffi.new("tu_link_counts_t *")
+        self._data = self.ffi.new("char **")
         self.sides = sides
         sides.append(self)
 
@@ -200,6 +215,7 @@ class PairedSide(Side):
         lib.fake_clock += chance.choice([0, 10_000, 10_000_000])
         if chance.random() < 0.2:
             lib.tu_links_progressed(self.native.links)
+        self._requests = lib.fake_pending() + lib.fake_freed
 
     def _refusal(self) -> int:
         self.lib.fake_refusal = NO_MEMORY if self.chance.random() < 0.05 else 0
@@ -230,16 +246,59 @@ class PairedSide(Side):
         counts = self._counts
         compare(
             "counts",
-            (self.credit, self.unread, self.sent, self.received, self.grants, self.granted, len(self.line)),
-            (
-                counts.credit, counts.unread, counts.sent, counts.received, counts.grants, counts.grants_sent,
-                counts.line,
-            ),
-        )  # fmt: skip
+            (self.credit, self.unread, self.sent, self.received, self.grants, self.granted),
+            (counts.credit, counts.unread, counts.sent, counts.received, counts.grants, counts.grants_sent),
+        )
         compare("tokens", len(self.waits) + len(self.waiting), counts.tokens)
-        while lib.tu_links_discarded(native.links):
-            pass
+        compare("line", len(self.line), counts.line)
+        compare("stalled", self.stalled, counts.stalled)
+        self._compare_news()
+        if self.chance.random() < 0.2:
+            self._compare_queues()
         compare("kept", lib.fake_pending(), sum(side.kept() for side in self.sides))
+
+    def _compare_news(self) -> None:
+        """What is to be done; and which messages that UCX holds nobody wants."""
+        lib, native = self.lib, self.native
+        dropped = [
+            item
+            for item, number in self.announcements.items()
+            if item.state is State.HELD and item not in self.queue(number).messages
+        ]
+        expected = [
+            (self.due.new, lib.TU_NEWS_DUE),
+            (self.expected, lib.TU_NEWS_BATCHES),
+            (lib.fake_pending() + lib.fake_freed > self._requests, lib.TU_NEWS_POSTED),
+            (dropped, lib.TU_NEWS_DISCARDED),
+        ]
+        compare("news", sum(bit for there, bit in expected if there), lib.tu_links_news(native.links))
+        discarded = set(iter(lambda: lib.tu_links_discarded(native.links), 0))
+        compare("discarded", {self.handles[item] for item in dropped}, discarded)
+        for item in dropped:
+            del self.announcements[item]
+
+    def _compare_queues(self) -> None:
+        there = {
+            number: (
+                number,
+                len(queue.messages),
+                sum(len(item.data) - item.taken for item in queue.messages),
+                sum(item.with_sender for item in queue.messages),
+                len(queue.receives),
+            )
+            for number, queue in self.queues.items()
+        }
+        listed = self.native.queues(self.link)
+        compare("queues", {}, {number: counts for number, *counts in listed if there[number] != (number, *counts)})
+        missing = there.keys() - {number for number, *_ in listed}
+        compare("forgotten queues", [], [number for number in missing if any(there[number][1:])])
+        filled = [number for number in sorted(there) if number < wire.CONTROL and self._has_more(self.queues[number])]
+        after = self.chance.choice([-1, *QUEUES])
+        first = next((number for number in filled if number > after), filled[0] if filled else self.lib.TU_LINK_EMPTY)
+        compare("filled", first, self.lib.tu_link_next_filled(self.link, after))
+
+    def _has_more(self, queue: Queue) -> bool:
+        return len(queue.messages) > len(queue.receives)
 
     @contextmanager
     def _model_alone(self) -> Iterator[None]:
@@ -256,10 +315,19 @@ class PairedSide(Side):
         self.due.new = []
 
     def _compare_dues(self) -> None:
-        """In any order, because several queues have changed."""
+        """In any order."""
         names = {token: name for name, token in self.tokens.items()}
         compare("due", sorted(self.due.new), sorted(names.get(token, -1) for token in self.native.due()))
         self.due.new = []
+
+    @contextmanager
+    def _step_in_queues(self) -> Iterator[None]:
+        """A step that changes several queues, or a queue in several ways: who is woken is compared, not their order."""
+        self._begin()
+        self._compare_due()
+        yield
+        self._compare_dues()
+        self._check()
 
     def _forget(self, token: int) -> Any:
         """The task of a token goes on, whether it has heard of it or not. Returns the token in C."""
@@ -285,11 +353,34 @@ class PairedSide(Side):
     def send(self, number: int, data: bytes, refused: bool = False) -> Answer:
         self._begin()
         self._refusal()
-        native = self._sent(self.lib.tu_link_send(self.link, number, data, len(data)))
+        native = self._sent(self._send(number, data))
         answer = super().send(number, data, native is Answer.REFUSED)
         compare("send", answer, native)
         self._check()
         return answer
+
+    def _send(self, number: int, data: bytes) -> int:
+        """Sends a message, or hands it to UCX itself."""
+        if self.chance.random() < 0.7:
+            return int(self.lib.tu_link_send(self.link, number, data, len(data)))
+        verdict = int(self.lib.tu_link_may_send(self.link, number, len(data)))
+        if verdict == 0:
+            verdict = self.native.post(number, data)
+            if verdict >= 0:
+                self.lib.tu_link_was_sent(self.link, number, len(data))
+        return verdict
+
+    def _send_reserved(self, token: Any, number: int, data: bytes) -> int:
+        if self.chance.random() < 0.7:
+            return int(self.lib.tu_link_send_reserved(token, data, len(data)))
+        verdict = int(self.lib.tu_token_may_send(token))
+        if verdict == 0:
+            verdict = self.native.post(number, data)
+        if verdict >= 0:
+            self.lib.tu_token_was_sent(token, len(data))
+        else:
+            self.lib.tu_link_leave_send(token)
+        return verdict
 
     def wait_send(self, number: int, size: int, token: int) -> None:
         self._begin()
@@ -300,7 +391,7 @@ class PairedSide(Side):
     def send_reserved(self, token: int, data: bytes, refused: bool = False) -> Answer:
         self._begin()
         self._refusal()
-        native = self._sent(self.lib.tu_link_send_reserved(self._forget(token), data, len(data)))
+        native = self._sent(self._send_reserved(self._forget(token), self.waiting[token][0].number, data))
         with self._model_alone():
             answer = super().send_reserved(token, data, native is Answer.REFUSED)
         compare("send_reserved", answer, native)
@@ -353,6 +444,17 @@ class PairedSide(Side):
         self._check()
         return number, answer
 
+    def fetch(self, item: Item, number: int) -> bool:
+        self._begin()
+        native = self.lib.tu_link_fetch(self.link, number, self.handles[item], self._data)
+        fetched = super().fetch(item, number)
+        compare("fetch", fetched, native != self.ffi.NULL)
+        if fetched:
+            self.ffi.memmove(self._data[0], item.data, len(item.data))
+            self.items[item] = native
+        self._check()
+        return fetched
+
     def begin(self, token: int, number: int) -> None:
         self._begin()
         native = self.lib.tu_link_begin(self.tokens[token], number)
@@ -369,7 +471,9 @@ class PairedSide(Side):
 
     def moved(self, item: Item, number: int) -> bool:
         self._begin()
-        native = self.lib.tu_link_moved(self.items[item])
+        dropped = self.lib.tu_item_is_dropped(self.items[item])
+        compare("dropped", item not in self.queue(number).messages, dropped)
+        native = self.lib.tu_link_moved(self.link, self.items[item])
         left = super().moved(item, number)
         compare("moved", left, native)
         if item.state is State.MOVING:
@@ -402,12 +506,9 @@ class PairedSide(Side):
         self._check()
 
     def end(self, *, receives: bool = False, drains: bool = False, sends: bool = False) -> None:
-        self._begin()
-        self._compare_due()
-        super().end(receives=receives, drains=drains, sends=sends)
-        self.lib.tu_link_answers(self.link, self.receives_end, self.drains, self.sends_end)
-        self._compare_dues()
-        self._check()
+        with self._step_in_queues():
+            super().end(receives=receives, drains=drains, sends=sends)
+            self.lib.tu_link_answers(self.link, self.receives_end, self.drains, self.sends_end)
 
     def arrived(self, frame: Frame) -> None:
         self._begin()
@@ -428,35 +529,29 @@ class PairedSide(Side):
         self._check()
 
     def failed(self, item: Item, number: int) -> None:
-        self._begin()
-        self.lib.tu_link_failed(self.link, self.items.pop(item))
-        super().failed(item, number)
-        self._compare_dues()
-        self._check()
+        with self._step_in_queues():
+            self.lib.tu_link_failed(self.link, self.items.pop(item))
+            super().failed(item, number)
 
     def lose(self) -> None:
-        self._begin()
-        self._compare_due()
-        self.lib.tu_link_lose(self.link)
-        super().lose()
-        self._compare_dues()
-        self._check()
+        with self._step_in_queues():
+            self.lib.tu_link_lose(self.link)
+            super().lose()
 
     def forget_with_sender(self) -> None:
-        self._begin()
-        self._compare_due()
-        self.lib.tu_link_forget_with_sender(self.link)
-        super().forget_with_sender()
-        self._compare_dues()
-        self._check()
+        with self._step_in_queues():
+            self.lib.tu_link_forget_with_sender(self.link)
+            super().forget_with_sender()
 
     def announced(self, frame: Message, whole: bool) -> Item:
         self._begin()
-        self.handles += 1
-        size = len(frame.data)
-        verdict = self.lib.tu_link_announced(self.link, frame.queue, self.handles, size, whole)
+        size, handle = len(frame.data), len(self.handles) + 1
+        verdict = self.lib.tu_link_announced(self.link, frame.queue, handle, size, whole)
         compare("announced", CANCELED if self.queue(frame.queue).ended else 0, verdict)
         item = super().announced(frame, whole)
+        self.handles[item] = handle
+        if verdict == 0:
+            self.announcements[item] = frame.queue
         self._check()
         return item
 
@@ -465,7 +560,7 @@ class PairedSide(Side):
         self.lib.tu_link_close(self.link)
         for item, native in self.items.items():
             if item.state is State.MOVING:  # until then the buffer of its receive is UCX's
-                assert not self.lib.tu_link_moved(native)
+                assert not self.lib.tu_link_moved(self.link, native)
         for token in [self._forget(token) for token in self.waits]:
             compare("take", self.lib.TU_LINK_ENDED, self.lib.tu_link_take(token, 8, False, self._number))
         for token in self.tokens.values():
@@ -505,14 +600,18 @@ class Fuzz:
         self.link = self.links.open(4096, 4096, self.chance.choice([0, 64]), self.chance.choice([0, 64]))
         self.number = self.ffi.new("uint32_t *")
         self.receives: list[Any] = []
-        self.sends: list[Any] = []
+        #: Tokens, and the lengths of their messages.
+        self.sends: list[tuple[Any, int]] = []
         self.transfers: list[Any] = []
 
     def step(self) -> None:
         steps = [self.frame, self.message, self.announce, self.receive, self.wait, self.run, self.run, self.move]
-        self.chance.choice([*steps, self.send, self.leave_send])()
+        self.chance.choice([*steps, self.send, self.run_send, self.leave_send])()
+        if self.chance.random() < 0.01:
+            self.drop()
         list(self.links.sent())
         self.lib.tu_links_discarded(self.links.links)
+        self.lib.tu_links_due(self.links.links, self.links._tokens, self.chance.randrange(3))
 
     def frame(self) -> None:
         data = bytearray(wire.encode_frame(self.chance.choice(self.FRAMES)))
@@ -532,11 +631,17 @@ class Fuzz:
     def message(self) -> None:
         length, count, queue = self.chance.randrange(1025), self.chance.randrange(1, 4), self.queue()
         answer = self.lib.tu_link_arrived(self.link, queue, length, count, self.chance.randbytes(length * count))
-        assert answer in ((0, 1, INVALID_PARAM) if queue == wire.CONTROL else (0, INVALID_PARAM))
+        assert answer in ((0, 1, INVALID_PARAM) if queue == wire.CONTROL else (0, INVALID_PARAM, CANCELED))
 
     def announce(self) -> None:
+        """A large message arrives, and is perhaps fetched."""
         length, whole = self.chance.choice([0, 8, 1 << 16, (1 << 64) - 1]), self.chance.random() < 0.5
-        assert self.lib.tu_link_announced(self.link, self.queue(), 7, length, whole) in (0, INVALID_PARAM)
+        queue, data = self.queue(), self.ffi.new("char **")
+        answer = self.lib.tu_link_announced(self.link, queue, 7, length, whole)
+        assert answer in (0, INVALID_PARAM, CANCELED)
+        if answer == 0 and self.chance.random() < 0.5:
+            self.transfers.append(self.lib.tu_link_fetch(self.link, queue, 7, data))
+            self.ffi.memmove(data[0], bytes(length), length)
 
     def receive(self) -> None:
         limit = self.chance.choice([0, 8, 1 << 40])
@@ -577,25 +682,58 @@ class Fuzz:
         self.lib.tu_link_leave(token)
 
     def move(self) -> None:
+        """A transfer ends, or fails."""
         if self.transfers:
-            item = self.transfers.pop()
-            if self.lib.tu_link_moved(item):
+            item = self.transfers.pop(self.chance.randrange(len(self.transfers)))
+            if self.chance.random() < 0.1:
+                self.lib.tu_link_failed(self.link, item)
+            elif self.lib.tu_link_moved(self.link, item):
                 self.save(item)
 
+    def drop(self) -> None:
+        """Messages are dropped."""
+        lib, queue = self.lib, self.chance.choice([0, 1, wire.STREAM, wire.CONVERSATIONS])
+        self.chance.choice([
+            lambda: lib.tu_link_lose(self.link),
+            lambda: lib.tu_link_forget_with_sender(self.link),
+            lambda: lib.tu_link_leave_queue(self.link, queue),
+            lambda: lib.tu_link_newest(self.link, queue),
+            lambda: lib.tu_link_forget_queue(self.link, wire.ANSWERS + 1),
+        ])()  # fmt: skip
+
     def send(self) -> None:
-        data = bytes(self.chance.randrange(1025))
-        if self.lib.tu_link_send(self.link, self.chance.randrange(3), data, len(data)) == self.lib.TU_LINK_WAITS:
-            self.sends.append(self.lib.tu_link_wait_send(self.link, self.chance.randrange(3), len(data)))
+        """Sends a message, perhaps by handing it to UCX itself, which may refuse it."""
+        lib, queue, data = self.lib, self.chance.randrange(3), bytes(self.chance.randrange(1025))
+        if self.chance.random() < 0.5:
+            answer = lib.tu_link_send(self.link, queue, data, len(data))
+        else:
+            answer = lib.tu_link_may_send(self.link, queue, len(data))
+            if answer == 0 and self.chance.random() < 0.7:
+                lib.tu_link_was_sent(self.link, queue, len(data))
+        if answer == lib.TU_LINK_WAITS:
+            self.sends.append((lib.tu_link_wait_send(self.link, queue, len(data)), len(data)))
+
+    def run_send(self) -> None:
+        """A task sends its message if there is credit for that."""
+        if self.sends:
+            token, length = self.sends.pop(0)
+            answer = self.lib.tu_token_may_send(token)
+            if answer == self.lib.TU_LINK_WAITS:
+                self.sends.append((token, length))
+            elif answer == 0 and self.chance.random() < 0.5:
+                self.lib.tu_token_was_sent(token, length)
+            else:
+                self.lib.tu_link_send_reserved(token, bytes(length), length)
 
     def leave_send(self) -> None:
         if self.sends:
-            self.lib.tu_link_leave_send(self.sends.pop())
+            self.lib.tu_link_leave_send(self.sends.pop()[0])
 
     def close(self) -> None:
         """Afterwards nothing may be allocated any more."""
         self.lib.tu_link_close(self.link)
         while self.transfers:
-            assert not self.lib.tu_link_moved(self.transfers.pop())
+            assert not self.lib.tu_link_moved(self.link, self.transfers.pop())
         for token in self.receives:
             assert self.lib.tu_link_take(token, 8, False, self.number) == self.lib.TU_LINK_ENDED
         while self.sends:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import Any, cast
+from typing import Any
 
 from trio_ucx._handshake import peer_description
 from trio_ucx._handshake.peer_description import PeerDescription, SharedMemory
-from trio_ucx._rules.tag_queue import Mover, TagQueue
 from trio_ucx._util.fields import Layout
 from trio_ucx._util.process import Host, Process
 from trio_ucx.ucp import Feature, WorkerAddress
@@ -251,8 +250,3 @@ def with_field_of_worker(data: bytes, number: int, value: object) -> bytes:
     """A peer description with one field of its worker's address changed, and both checksums corrected."""
     start = peer_description.LAYOUT.size + sum(peer_description.LAYOUT.unpack(data)[-2:])
     return with_checksum(data[:start] + with_field(data[start:-4], worker_address.LAYOUT, number, value))
-
-
-def tag_queue(number: int) -> TagQueue:
-    """A tag queue for the rules of credit: nothing arrives in it."""
-    return TagQueue(number, cast(Mover, None))

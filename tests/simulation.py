@@ -11,6 +11,7 @@ as long as the test wants.
 from __future__ import annotations
 
 import collections
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -23,18 +24,18 @@ import trio
 from outcome import Error
 
 import trio_ucx
-from trio_ucx._link import Link, MessagePort, Options, closing, sending
+from trio_ucx._link import Link, MessagePort, Options, Want, closing, divert
 from trio_ucx._native import ffi, lib
 from trio_ucx._rules import byte_stream as stream
 from trio_ucx._rules import wire
 from trio_ucx._rules.life import Loss
-from trio_ucx._rules.tag_queue import MessageState, Want
 from trio_ucx._util.live_handles import live_handles
 from trio_ucx.ucp import Status
 from trio_ucx.ucp._engine.dispatch import deliver, deliver_failures
 from trio_ucx.ucp._engine.ending import CloseState
 from trio_ucx.ucp._engine.endpoint_core import EndpointCore
 from trio_ucx.ucp._engine.engine import Engine
+from trio_ucx.ucp._engine.links import WorkerLinks
 from trio_ucx.ucp._engine.operations import Operation, OperationSet
 from trio_ucx.ucp._engine.share import Share
 from trio_ucx.ucp._engine.teardown import Teardown
@@ -89,7 +90,7 @@ class SimulatedTagDispatch:
         self._engine = engine
         self.sinks: dict[int, Any] = {}
         self.messages = 0
-        self.arena = memoryview(b"")
+        self.arena: Any = ffi.NULL
 
     def remove(self, id: int) -> None:
         self.sinks.pop(id, None)
@@ -116,15 +117,14 @@ class SimulatedEngine:
         self.counters: collections.Counter[str] = collections.Counter()
         self.failures: list[tuple[int, int]] = []
         self.progress_count = 0
-        self.batches = self
+        self.figures = threading.RLock()
+        self.links = WorkerLinks(self, lambda: None)  # type: ignore[arg-type]
         self.waiting = SimpleNamespace(look=lambda: False)
         self.run = SimpleNamespace(inherited=False, spawn=self.spawn)
         self.peer_processes = SimpleNamespace(forget=lambda process, who: None)
         self.receive_queue = SimpleNamespace(suspect=lambda: None, endpoint_closing=lambda core: None)
         #: The messages that UCX holds here, by handle.
         self.held: dict[int, InFlight] = {}
-        #: The sending halves with a deferred batch.
-        self.deferred: set[Any] = set()
         self.errors: list[BaseException] = []
         #: Lets some of what was sent to this side arrive.
         self.arrive: Callable[[], object] = lambda: None
@@ -142,14 +142,6 @@ class SimulatedEngine:
 
     def check(self) -> None:
         pass
-
-    def defer(self, deferred: Any) -> None:
-        self.deferred.add(deferred)
-
-    def send_deferred(self) -> None:
-        deferred, self.deferred = self.deferred, set()
-        for one in deferred:
-            one.send_batch()
 
     def submit(self) -> None:
         pass
@@ -240,13 +232,14 @@ class SimulatedTransport(MessagePort):
     # ---- what a link asks ----
 
     def send_bytes(self, queue: int, data: bytes) -> int:
+        """What C code sends. (UCX is never busy with its frames and batches: ``native_link.py`` is about that.)"""
         assert self.share.handle is not None
-        assert type(data) is bytes
-        if queue not in (wire.CONTROL, wire.BATCH) and self._refused():
+        is_message = queue not in (wire.CONTROL, wire.BATCH)
+        if is_message and self._refused():
             return Status.NO_MEMORY
         message = InFlight(queue, data, sender=self)
         self.wire.append(message)
-        if self.busy:
+        if self.busy and is_message:
             message.operation = self.engine.next_id()
         return message.operation
 
@@ -277,6 +270,15 @@ class SimulatedTransport(MessagePort):
         write(pins, message.data)
         return 0
 
+    def receive_at(self, handle: int, address: Any, size: int, memory: int = lib.TU_MEMORY_HOST) -> int:
+        if self.refuses_receive:
+            self.refuses_receive = False
+            return Status.NO_MEMORY
+        data = self.engine.held.pop(handle).data
+        assert data is not None and len(data) == size, "it would wait for its sender"
+        ffi.memmove(address, data, size)
+        return 0
+
     def give_up(self, id: int) -> None:
         self.transfers = [moving for moving in self.transfers if moving.id != id]
         self.dying.append(id)
@@ -298,6 +300,7 @@ class SimulatedTransport(MessagePort):
         peer = self.peer
         engine = peer.engine
         engine.progress_count += 1
+        lib.tu_links_progressed(engine.links.native)
         rows: list[list[int]] = []
         arena = bytearray()
 
@@ -330,7 +333,7 @@ class SimulatedTransport(MessagePort):
                 rows.append([lib.TU_RECORD_MESSAGE, 0, 0, thing.size, tag_of(thing.queue), handle])
                 if thing.data is not None:
                     taken.append(thing)
-        engine.tag_dispatch.arena = memoryview(bytes(arena))
+        engine.tag_dispatch.arena = ffi.from_buffer("char[]", bytes(arena) + b"behind")
 
         deliver(engine, [field for row in rows for field in row])
         deliver_failures(engine)
@@ -433,10 +436,11 @@ class Side:
 
     def __init__(self, window: int, threshold: int) -> None:
         self.engine = SimulatedEngine()
-        endpoint = SimulatedEndpoint(self.engine, self.engine.next_id(), "endpoint", "the other", forcible=True)  # type: ignore[arg-type]
+        endpoint = SimulatedEndpoint(self.engine, self.engine.next_id(), ffi.NULL, "the other", forcible=True)  # type: ignore[arg-type]
         self.transport = endpoint.transport = SimulatedTransport(SimulatedShare(endpoint), threshold)
         worker: Any = SimpleNamespace(context=SimpleNamespace(rendezvous_threshold=threshold), _engine=self.engine)
         self.link = Link(worker, self.transport, 0, 0, window, threshold, Options(window=window))
+        self._outlet = divert(self.link.native, self.transport.send_bytes)
         self.link.closing.control_socket = SimulatedControlSocket(self.transport)
         self.transport.closing = self.link.closing
         self.connection = trio_ucx.Connection._create(self.link, SimpleNamespace())
@@ -516,31 +520,33 @@ class Side:
         if not self.open:
             return
         receiving = self.link.receiving
-        buffer = None
-        pending: Any
+        buffer: bytearray | None = None
+        pending: Any = None
         if want is Want.INTO:
             buffer = bytearray(size)
             self.buffers.append(buffer)
             pending = receiving.prepare(buffer)
-            data = receiving.take_ready(tag, pending.limit)
-            if data is not None:
-                pending.accept(data)
-                self.received[tag].append(bytes(buffer[: len(data)]))
-                return
-            receiving.wait(tag, pending)
-        else:
+        try:
             data = None if want is Want.LENGTH else receiving.take_ready(tag, size)
-            if data is not None:
-                self.received[tag].append(data)
-                return
-            pending = receiving.receive(tag, want, size)
+        except (trio_ucx.MessageTooLong, MemoryError):
+            self.received[tag].append(None)
+            if pending is not None:
+                pending.release()
+            return
+        if data is not None:
+            if pending is not None:
+                pending.accept(data)
+                assert buffer is not None and buffer.startswith(data)
+            self.received[tag].append(data)
+            return
+        pending = receiving.receive(tag, want, size) if pending is None else receiving.wait(tag, pending)
         self.receivers.append(Receiver(pending, tag, buffer))
         self.collect()
 
     def most_waiting(self) -> int:
         """The sum of the most receives that have waited at each tag queue, but at least one for each."""
-        for number, queue in self.link.receiving.queues.items():
-            self._most_waiting[number] = max(self._most_waiting.get(number, 1), len(queue.receives))
+        for queue in self.link.native.queues():
+            self._most_waiting[queue.number] = max(self._most_waiting.get(queue.number, 1), queue.waiting)
         return sum(self._most_waiting.values())
 
     def receive_nowait(self, tag: int) -> None:
@@ -552,6 +558,9 @@ class Side:
             except (trio.EndOfChannel, trio.BrokenResourceError):
                 self.collect()  # receives that waited were served first
                 self.ended_tags.add(tag)
+                return
+            except (trio_ucx.MessageTooLong, MemoryError):
+                self.received[tag].append(None)
                 return
             self.collect()
             assert tag not in self.ended_tags
@@ -565,16 +574,16 @@ class Side:
         if self.eof is not None and ran_out_of_memory(self.eof):
             self.eof, self.eof_sent = None, False
         for receiver in [one for one in self.receivers if one.pending.outcome is not None]:
+            before = self.receivers[: self.receivers.index(receiver)]
+            if was_dropped(receiver.pending) and any(one.tag == receiver.tag for one in before):
+                continue  # those in front may still wait for their messages
             self.receivers.remove(receiver)
             try:
                 value = receiver.pending.result()
             except (trio.EndOfChannel, trio.BrokenResourceError, trio.ClosedResourceError):
                 self.ended_tags.add(receiver.tag)
                 continue
-            except trio_ucx.MessageTooLong:
-                self.received[receiver.tag].append(None)
-                continue
-            except MemoryError:
+            except (trio_ucx.MessageTooLong, MemoryError):
                 self.received[receiver.tag].append(None)
                 continue
             assert self.engine.peer_is_hostile or receiver.tag not in self.ended_tags, (
@@ -595,20 +604,20 @@ class Side:
         if not self.can_send or self.write is not None or self.eof_sent:
             return
         self.writes.append((len(data), False))
-        sending, queue = self.link.sending, self.link.queues[wire.STREAM]
+        sending = self.link.sending
         try:
-            if 0 < len(data) <= stream.small_piece(sending.credit.window) and sending.send_short(queue, data):
+            if 0 < len(data) <= stream.small_piece(sending.window) and sending.send_short(wire.STREAM, data):
                 self.writes[-1] = len(data), True
                 return
             view = memoryview(data)
-            written = sending.write_short(queue, view)
+            written = sending.write_short(view)
         except (MemoryError, trio.BrokenResourceError):
             return
-        cut = stream.pieces(len(view), sending.credit.window, sending.credit.threshold, written)
+        cut = stream.pieces(len(view), sending.window, sending.threshold, written)
 
         def submit(piece: slice) -> Any:
             self.link.check()
-            return sending.send(self.link.queues[wire.STREAM], view[piece])
+            return sending.send(wire.STREAM, view[piece])
 
         self.write = stream.Write(submit, cut)
         self.advance()
@@ -631,7 +640,7 @@ class Side:
     def send_eof(self) -> None:
         if self.can_send and self.write is None and not self.eof_sent:
             with suppress(MemoryError, trio.BrokenResourceError):
-                self.eof = self.link.sending.send(self.link.queues[wire.STREAM], b"")
+                self.eof = self.link.sending.send(wire.STREAM, b"")
                 self.eof_sent = True
 
     def read(self) -> None:
@@ -640,13 +649,14 @@ class Side:
         receiving = self.link.receiving
         piece: bytes | None = None
         if self.reading is None:
-            piece = receiving.next_piece()
+            piece = receiving.stream.take(1000) or receiving.next_piece(1000)
             if piece is None:
-                self.reading = receiving.receive(wire.STREAM, Want.BYTES)
+                self.reading = receiving.receive(wire.STREAM, Want.BYTES, 1000)
         if self.reading is not None and self.reading.outcome is not None:
             reading, self.reading = self.reading, None
             try:
-                piece = reading.result()
+                receiving.stream.rest = reading.result()
+                piece = receiving.stream.take(1000)
             except trio.EndOfChannel:
                 piece = b""
             except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -654,12 +664,10 @@ class Side:
                 return
             except MemoryError:
                 return
-        if piece is not None:
-            receiving.stream.feed(piece, receiving.next_piece)
-            while data := receiving.stream.take(1000):
-                self.got += data
-            if receiving.stream.ended:
-                self.end = "eof"
+        if piece:
+            self.got += piece
+        elif piece is not None:
+            self.end = "eof"
 
     def cancel_read(self) -> None:
         if self.reading is not None and self.reading.outcome is None:
@@ -694,6 +702,13 @@ class Side:
         self.write = None
 
 
+def was_dropped(pending: Pending) -> bool:
+    """True if it has ended because its message was dropped."""
+    return isinstance(pending.outcome, Error) and isinstance(
+        pending.outcome.error, (trio_ucx.MessageTooLong, MemoryError)
+    )
+
+
 def ran_out_of_memory(pending: Pending) -> bool:
     return isinstance(pending.outcome, Error) and isinstance(pending.outcome.error, MemoryError)
 
@@ -703,7 +718,6 @@ def simulated() -> Iterator[None]:
     """What a :class:`World` needs: deferring depends on the steps alone, and writes of a few KB go in large pieces."""
     internal_errors.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sending, "perf_counter", lambda: 0.0)
         patch.setattr(closing, "report", lambda what, error: internal_errors.append(error))
         patch.setattr(stream, "LARGE_WRITE", 12_000)
         patch.setattr(stream, "LARGE_PIECE", 8000)
@@ -743,7 +757,7 @@ class World:
             before = self._state()
             moved = False
             for side in self.sides:
-                side.engine.send_deferred()
+                side.engine.links.flush()
                 while side.transport.deliver(3):
                     moved = True
                 while side.transport.finish_transfer(0):
@@ -774,7 +788,7 @@ class World:
                     side.close_sent,
                     len(side.transport.wire),
                 ),
-                *(len(side.transport.transfers), len(side.engine.deferred), len(side.transport.dying)),
+                *(len(side.transport.transfers), side.engine.links.deferred, len(side.transport.dying)),
                 *(sum(map(len, side.received.values())), side.link.share.handle is None),
             )
             for side in self.sides
@@ -809,21 +823,15 @@ class World:
         """When nothing is under way: both sides agree on the credit, and no send and receive wait for each other. UCX
         holds the messages that the tag queues say it does."""
         for side in self.sides:
-            messages = [message for queue in side.link.receiving.queues.values() for message in queue.messages]
-            assert set(side.engine.held) == {
-                message.handle for message in messages if message.state is MessageState.HELD
-            }
-            out, into = self.other(side).link.sending.credit, side.link.receiving.credit
-            sends = {send.queue.written for send in out.waiting}
-            receives = {queue.number for queue in side.link.receiving.queues.values() if queue.receives}
+            out, into = self.other(side).link, side.link
+            with_sender = sum(queue.with_sender for queue in into.native.queues())
+            assert with_sender <= len(side.engine.held) <= sum(queue.messages for queue in into.native.queues())
+            sends = {send.written for send in out.sending.waiting}
+            receives = {queue.number for queue in into.native.queues() if queue.waiting}
             assert not sends & receives, f"sends and receives of {sends & receives} wait for each other"
             if all(one.open and one.link.share.error is None for one in self.sides):
-                assert (out.sent, out.window - out.credit) == (into.received, into.outstanding)
-                here, there = side.link.queues.values(), self.other(side).link.queues.values()
-                admitted = {queue.number for queue in here if queue.admitted_by_us}
-                assert admitted == {queue.written for queue in there if queue.admitted_by_peer}
-                assert len(admitted) == out._admissions == into._admissions
-                assert all(queue.last_sent <= into.received for queue in there)
+                sent, got = out.native.counts, into.native.counts
+                assert (sent.sent, out.sending.window - sent.credit) == (got.received, got.outstanding)
 
     def check_errors(self) -> None:
         assert not internal_errors
@@ -836,9 +844,9 @@ class World:
         for side in self.sides:
             side.collect()
             assert not side.engine.in_flight, side.engine.in_flight
-            assert not side.receivers and not side.link.receiving.queues
+            assert not side.receivers and not side.link.receiving.waiting and not side.link.receiving.transfers
             assert not side.link.receiving.detached_receives and side.link.buffers_released()
-            assert not side.link.sending.credit.waiting
+            assert not side.link.sending.waiting and not side.engine.links.waiting
             buffers = [sent.buffer for sents in side.sent.values() for sent in sents if sent.buffer is not None]
             for buffer in [*side.buffers, *buffers]:
                 buffer.append(0)  # not if it is pinned

@@ -7,15 +7,12 @@ import random
 import pytest
 import trio
 from helpers import open_pair, open_peer, pattern, until
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from link_model import cost
 
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import lib
 from trio_ucx._rules import wire
-from trio_ucx._rules.batch import Batch
-from trio_ucx._rules.credit import MESSAGE_OVERHEAD
 from trio_ucx.testing import internals
 
 Messages = list[tuple[int, bytes]]
@@ -32,29 +29,9 @@ def taken_apart(batch: bytes) -> Messages:
     return messages
 
 
-@settings.get_profile("model")
-@given(st.lists(st.tuples(st.sampled_from([0, 1, wire.STREAM]), st.binary(max_size=40) | st.just(bytes(1024)))))
-def test_a_batch_is_what_was_added(messages: Messages) -> None:
-    batch = Batch()
-    batches = []
-    for queue, data in messages:
-        if batch.add(queue, data):
-            batches.append(b"".join(batch.take()))
-            assert not batch.parts
-    batches.append(b"".join(batch.take()))
-    assert all(len(one) <= wire.MAX_BATCH for one in batches)
-    assert [message for one in batches for message in taken_apart(one)] == messages
-
-
-def test_very_many_empty_messages() -> None:
-    batch = Batch()
-    for _ in range(70_000):
-        assert not batch.add(1, b"")
-    assert taken_apart(b"".join(batch.take())) == [(1, b"")] * 70_000
-
-
 def test_c_knows_the_same_numbers() -> None:
     assert lib.TU_CONTROL_QUEUE == wire.CONTROL
+    assert lib.TU_STREAM_QUEUE == wire.STREAM
     assert lib.TU_BATCH_QUEUE == wire.BATCH
     assert lib.TU_LONGEST_BATCH == wire.MAX_BATCH
     assert wire.PACKED_HEAD.size == lib.TU_GROUP_HEAD
@@ -159,7 +136,7 @@ async def test_a_batch_is_sent_soon_whatever_the_sender_does(transports: str, th
                         while trio.current_time() < begin + 0.02:
                             pass
                         await trio.sleep(0.2)
-                    assert not internals(worker).batches.batches
+                    assert not internals(worker).links.deferred
                     # The answers come, and with them the proof that UCX has sent it.
                     await until(lambda number=number: connection.statistics().messages_received == 1 + 10 * number)
                     assert [connection.receive_nowait() for _ in sent] == sent
@@ -210,7 +187,7 @@ async def test_a_batch_is_sent_before_the_end(worker: ucp.Worker, how: str) -> N
             with trio.CancelScope() as scope:
                 scope.cancel()
                 await client.aclose()
-        assert not internals(worker).batches.batches
+        assert not internals(worker).links.deferred
         with trio.fail_after(15):
             assert [await server.receive() for _ in sent] == sent
 
@@ -231,7 +208,7 @@ async def test_undelivered_batches_are_an_error_when_the_peer_dies(transports: s
                         some(connection, 3)
                         await trio.sleep(0.01)
                 await connection.aclose()
-            assert not internals(worker).batches.batches
+            assert not internals(worker).links.deferred
 
 
 async def test_no_batch_above_the_rendezvous_threshold(transports: str) -> None:
@@ -250,7 +227,7 @@ async def test_credit_is_paid_for_each(worker: ucp.Worker) -> None:
             while True:
                 client.send_nowait(bytes(8))
                 sent += 1
-        assert sent == 8192 // (8 + MESSAGE_OVERHEAD)
+        assert sent == 8192 // cost(8, 0)
         assert client.statistics().messages_sent == sent
         for _ in range(sent):
             assert await server.receive() == bytes(8)

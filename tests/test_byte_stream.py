@@ -16,7 +16,7 @@ from helpers import Certificates, Rounds, assert_free, check_stream, numbered_wr
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._link import sending
-from trio_ucx._link.buffers import ReadBuffer
+from trio_ucx._link.receiving import ReadBuffer
 from trio_ucx.testing import open_clogged_pair, open_connection_pair
 
 
@@ -272,7 +272,7 @@ class _Memory:
 @pytest.mark.parametrize("max_bytes", [2, None])
 def test_bytes_for_which_there_is_no_memory_stay(max_bytes: int | None) -> None:
     buffer, memory = ReadBuffer(), _Memory(b"abcd")
-    buffer._rest = memory  # type: ignore[assignment]
+    buffer.rest = memory  # type: ignore[assignment]
     memory.short = True
     with pytest.raises(MemoryError):
         buffer.take(max_bytes)

@@ -14,14 +14,14 @@ from contextlib import suppress
 import attrs
 import pytest
 import trio
+from link_model import cost
 from outcome import Error
 from simulation import Side, World, simulated
 
-from trio_ucx._link import receiving, tag_queues
+from trio_ucx._link import Want
 from trio_ucx._link.conversations import ChannelState
 from trio_ucx._link.receiving import PendingReceive
 from trio_ucx._rules import wire
-from trio_ucx._rules.tag_queue import Want
 from trio_ucx.ucp._engine.waits import Pending
 
 PLAIN_TAGS = range(1, 3)
@@ -85,8 +85,8 @@ class Program:
     def open_conversation(self) -> None:
         if len(self.channels) < MAX_CHANNELS:
             channel = self.channels_of_link.open()
-            life = self.lives[channel.queue.written, self.which] = new_life()
-            self.channels.append(End(channel.queue.number, life, channel))
+            life = self.lives[wire.other_direction(channel.number), self.which] = new_life()
+            self.channels.append(End(channel.number, life, channel))
             if self.chance.random() < 0.5:
                 self.send_nowait(self.channels[-1])
 
@@ -99,7 +99,7 @@ class Program:
                 self.over_tags[tag] += 1
 
     def accept(self) -> None:
-        number = int.from_bytes(self.link.receiving.take_begun() or b"", "little")
+        number = self.channels_of_link.take_begun() or 0
         channel = self.channels_of_link.accept(number) if number else None
         if channel is not None:
             self.channels.append(End(number, self.lives[number, 1 - self.which], channel))
@@ -120,7 +120,7 @@ class Program:
             self.submit(end)
 
     def submit(self, end: End) -> None:
-        message, queue = self.next_message(), self.link.queues[end.number]
+        message, queue = self.next_message(), end.number
         end.life[self.which].append(message)
         sent = self.link.sending.send_short(queue, message.data)
         pending = None if sent is True else sent or self.link.sending.send(queue, message.data)
@@ -174,7 +174,7 @@ class Program:
         self.side.transport.deliver(self.chance.choice([1, 1, 1, 5]))
 
     def flush(self) -> None:
-        self.side.engine.send_deferred()
+        self.side.engine.links.flush()
 
     def transfer(self) -> None:
         self.side.transport.finish_transfer(self.chance.randrange(5))
@@ -202,14 +202,12 @@ class Program:
 
     def check_rest(self, other: Program) -> None:
         """When nothing is under way: every wait has a reason."""
-        queues, credit = self.link.queues, self.link.sending.credit
-        waiting = [pending.queue for _, pending, _ in self.receives] + [send.queue for send in credit.waiting]
-        assert all(queues.get(queue.number) is queue for queue in waiting), (
-            "a send or receive waits in a tag queue that was forgotten"
-        )
-        assert sum(len(queue.waiting_sends) for queue in queues.values()) == len(credit.waiting)
-        assert not credit._overtaking
-        assert not any(credit._suffices(send.size) for send in list(credit.waiting)[:1]), (
+        sending, counts = self.link.sending, self.link.native.counts
+        assert {pending for _, pending, _ in self.receives} <= set(self.link.receiving.waiting)
+        assert counts.tokens == len(self.link.receiving.waiting) + len(sending.waiting)
+        # Tag queues take turns, so it may be any of them that is the next one.
+        sizes = [send.size for send in sending.waiting]
+        assert not sizes or any(cost(size, sending.threshold) > counts.credit for size in sizes), (
             "a send waits for credit that is there"
         )
         assert not any(end.channel is not None and end.channel.peer_left for end, _, _ in self.receives)
@@ -226,7 +224,7 @@ def progress_until_quiet(world: World, a: Program, b: Program) -> None:
         world.run(act=False)
         a.collect()
         b.collect()
-        quiet = not any(side.transport.wire or side.engine.deferred for side in world.sides)
+        quiet = not any(side.transport.wire or side.engine.links.deferred for side in world.sides)
     world.check_errors()
     world.check_rest()
     a.check_rest(b)
@@ -248,7 +246,7 @@ def finish(world: World, a: Program, b: Program) -> None:
         channels = program.channels_of_link
         assert sorted(channels._free) == list(range(channels._next)), "the number of a conversation is not free again"
         assert not channels.all() and not channels._announced
-        assert set(program.link.queues) <= {*PLAIN_TAGS, *CHANNEL_TAGS, wire.UNACCEPTED}
+        assert {queue.number for queue in program.link.native.queues()} <= {*PLAIN_TAGS, *CHANNEL_TAGS}
     for _ in range(sum(len(messages) for end in a.plain for messages in end.life) + 6):
         for program in (a, b):
             for end in program.plain:
@@ -284,10 +282,7 @@ PROGRAMS = 20
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(0, 200 * PROGRAMS, PROGRAMS))
-def test_each_message_reaches_its_channel(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    for module in (tag_queues, receiving):
-        monkeypatch.setattr(module, "IDLE_QUEUES", -1)
-    monkeypatch.setattr(tag_queues, "_LOOKS_PER_MESSAGE", 1000)
+def test_each_message_reaches_its_channel(seed: int) -> None:
     with simulated():
         for each in range(seed, seed + PROGRAMS):
             run_programs(each)

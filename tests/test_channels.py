@@ -12,13 +12,14 @@ import pytest
 import trio
 import trio.testing
 from helpers import assert_free, open_pair, pattern, until
+from link_model import cost
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._link import Link, MessagePort, sending
+from trio_ucx._link import Link
 from trio_ucx._rules import wire
-from trio_ucx._rules.credit import MESSAGE_OVERHEAD
 from trio_ucx.testing import internals
+from trio_ucx.testing._faults import FaultyPort
 
 
 def link_of(connection: trio_ucx.Connection) -> Link:
@@ -34,8 +35,8 @@ async def nothing_is_left(*connections: trio_ucx.Connection) -> None:
     for connection in connections:
         conversations = link_of(connection).receiving.conversations
         await until(lambda conversations=conversations: not conversations.all())
-        queues = link_of(connection).receiving.queues
-        assert not [number for number in queues if number >= 2**31 + 2**29]
+        queues = link_of(connection).native.queues()
+        assert not [queue for queue in queues if queue.number >= 2**31 + 2**29]
         assert connection.statistics().held == 0
 
 
@@ -141,7 +142,7 @@ async def test_waits_end_with_the_conversation(worker: ucp.Worker) -> None:
                 except (trio.ClosedResourceError, trio.BrokenResourceError, trio.EndOfChannel) as error:
                     ended.append(type(error))
 
-            while client.statistics().credit > 1000 + MESSAGE_OVERHEAD:
+            while client.statistics().credit > cost(1000, 0):
                 await talk.send(bytes(1000))
             nursery.start_soon(ends, partial(talk.send, bytes(1000)))  # for credit
             nursery.start_soon(ends, partial(talk.receive))
@@ -221,18 +222,19 @@ async def test_many_at_once(worker: ucp.Worker) -> None:
         servers.cancel()
 
 
-async def test_leaving_needs_no_message_of_its_own(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leaving_needs_no_message_of_its_own(worker: ucp.Worker) -> None:
     """Leaving right after a message, as after a reply, goes with the next batch. Each conversation ends in its turn."""
     sent: Counter[int] = Counter()
-    send_bytes = MessagePort.send_bytes
 
-    def counted(transport: MessagePort, queue: int, data: bytes) -> int:
-        sent[queue] += 1
-        return send_bytes(transport, queue, data)
+    class CountingPort(FaultyPort):
+        def send_bytes(self, queue: int, data: bytes) -> int:
+            sent[queue] += 1
+            return super().send_bytes(queue, data)
 
-    monkeypatch.setattr(MessagePort, "send_bytes", counted)
-    monkeypatch.setattr(sending, "DEFER_SECONDS", 1.0)
     async with open_pair(worker) as (client, server):
+        for connection in (client, server):
+            link = link_of(connection)
+            link.sending.port = CountingPort(link)
         for number in range(2 * 10):
             if number == 10:
                 sent.clear()
@@ -330,7 +332,7 @@ async def test_a_server_that_drains_leaves_new_conversations(worker: ucp.Worker)
         await open_one.send(b"1")
         accepted = await next_of(server)
         await waiting.send(b"2")
-        await until(lambda: internals(server).receiving.queues[wire.UNACCEPTED].packed)
+        await until(lambda: internals(server).receiving.conversations.begun)
         internals(server).receiving.drain()
         for size in (0, 10, 100_000):
             with pytest.raises(trio.EndOfChannel):
@@ -360,7 +362,7 @@ async def test_requests_that_time_out_before_they_are_accepted_leave_nothing(wor
                     raise KeyError
             await client.ping()
         await until(lambda: not link_of(client).receiving.conversations.all())
-        assert link_of(server).queues[wire.UNACCEPTED].unread < 5 and server.statistics().held == 0
+        assert len(link_of(server).receiving.conversations.begun) < 5 and server.statistics().held == 0
         async with client.open_conversation() as talk:
             await talk.send(b"x")
             assert await (await next_of(server)).receive() == b"x"
@@ -611,7 +613,7 @@ async def test_ends_of_receive_any(worker: ucp.Worker) -> None:
             await server.receive_any([])
         with pytest.raises(ValueError):
             await server.receive_any([2**31])
-        while client.statistics().credit > 1000 + MESSAGE_OVERHEAD:
+        while client.statistics().credit > cost(1000, 0):
             await client.send(bytes(1000), tag=1)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(client.send, b"admitted", tag=2))
@@ -645,7 +647,7 @@ async def test_receive_any_admits_and_drains(worker: ucp.Worker) -> None:
 
         nursery.start_soon(wait)
         await trio.testing.wait_all_tasks_blocked()
-        while client.statistics().credit > 1000 + MESSAGE_OVERHEAD:
+        while client.statistics().credit > cost(1000, 0):
             await client.send(bytes(1000), tag=3)
         nursery.start_soon(partial(client.send, bytes(1000), tag=1))
         with trio.fail_after(15):
@@ -669,7 +671,7 @@ async def test_all_is_read_and_the_next_needs_most_of_the_window(worker: ucp.Wor
                     await client.send(bytes(size), tag=1)
 
         nursery.start_soon(send)
-        await until(lambda: link_of(server).receiving.credit.stalled)
+        await until(lambda: link_of(server).native.counts.stalled)
         with trio.fail_after(15):
             for size in sizes:
                 if by == "receive":
@@ -726,7 +728,7 @@ async def test_all_that_wait_for_any_are_admitted(worker: ucp.Worker) -> None:
                 await client.send(bytes(1000), tag=9)
 
         nursery.start_soon(flood)
-        await until(lambda: link_of(server).receiving.credit.stalled)
+        await until(lambda: link_of(server).native.counts.stalled)
         for _ in range(2):
             nursery.start_soon(receive_any)
         await trio.testing.wait_all_tasks_blocked()
@@ -764,8 +766,8 @@ async def test_the_newest_message_takes_the_place_of_others(transports: str, siz
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(send, *range(3, 200))
                     await until(lambda: server.statistics().messages_received == 199)
-                    queue = link_of(server).queues[3]
-                    await until(lambda: queue.unread == 1)
+                    native = link_of(server).native
+                    await until(lambda: (queue := native.queue(3)) is not None and queue.messages == 1)
                     assert await server.receive_newest(tag=3) == message(199)
                 assert server.statistics().held == 0
                 with pytest.raises(trio.WouldBlock):

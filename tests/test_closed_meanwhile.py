@@ -96,7 +96,7 @@ async def test_flush_of_an_endpoint_whose_messages_break_it(
     lost = trio_ucx.UCXError(ucp.Status.CONNECTION_RESET, "as if the peer had gone")
     async with open_pair(worker) as (client, _):
         core = internals(client.endpoint)
-        monkeypatch.setattr(type(core.engine.batches), "send_all", lambda _: core.fail(lost))
+        monkeypatch.setattr(type(core.engine.links), "flush", lambda _: core.fail(lost))
         with pytest.raises(trio.BrokenResourceError, match="as if"):
             await client.endpoint.flush()
         monkeypatch.undo()

@@ -163,7 +163,7 @@ async def test_abort_after_a_large_message(
                 nursery.start_soon(receive)
                 receiving = server._link.receiving
                 await until(receiving.transferring)
-                server._link.closing.peer_aborted(receiving.credit.received)
+                server._link.closing.peer_aborted(receiving.native.counts.received)
             assert got == [size] and buffer == message
             with pytest.raises(trio_ucx.PeerLost) as caught:
                 await server.receive(tag=1)
@@ -185,7 +185,7 @@ async def test_abort_in_a_large_message_that_does_not_go_on(worker: ucp.Worker) 
 
                     async def abort() -> None:
                         await until(receiving.transferring)
-                        client._link.closing.peer_aborted(receiving.credit.received)
+                        client._link.closing.peer_aborted(receiving.native.counts.received)
 
                     nursery.start_soon(abort)
                     with Stopwatch(ABORT_GRACE + PROMPT), pytest.raises(trio_ucx.PeerLost) as caught:

@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import trio
@@ -26,7 +25,7 @@ from remote import for_ucx
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._link import receiving, sending
+from trio_ucx._link import receiving
 from trio_ucx._util.live_handles import live_handles
 from trio_ucx.testing import internals
 
@@ -182,7 +181,7 @@ async def test_receive_that_ucx_cannot_describe_drops_the_message(worker: ucp.Wo
             nursery.start_soon(partial(client.send, pattern(LONG), tag=7))
             await server.wait_message(tag=7)
             buffers = [bytearray(LONG // 2), bytearray(LONG // 2)]
-            with few_allocations(), pytest.raises(MemoryError, match=f"a message of {LONG} bytes: it was dropped$"):
+            with few_allocations(1), pytest.raises(MemoryError, match=f"a message of {LONG} bytes: it was dropped$"):
                 await server.receive_into(buffers, tag=7)
             buffers[0].append(0)  # it is not pinned
             assert await _sent_and_received(client, server, 7, pattern(LONG)) == pattern(LONG)
@@ -208,7 +207,7 @@ async def test_message_that_cannot_be_dropped_for_want_of_memory_is_dropped_late
             async with server_worker.open_request_group() as group:
                 with few_allocations():
                     posted = _fill_with_operations(group)
-                    with pytest.raises(MemoryError, match="dropped"):
+                    with few_allocations(1), pytest.raises(MemoryError, match="dropped"):
                         await server.receive(tag=7)
                     assert len(dispatch.undiscarded) == 1
                     if ends != "stays open":
@@ -344,8 +343,8 @@ WORD = bytearray(8)
 
 #: Modules whose functions run in deliveries, or are called by Trio's loop.
 MODULES = [
-    *(f"_rules.{name}" for name in ("batch", "byte_stream", "life", "credit", "tag_queue", "wire")),
-    *(f"_link.{name}" for name in ("buffers", "closing", "link", "message_port", "receiving", "sending")),
+    *(f"_rules.{name}" for name in ("byte_stream", "life", "wire")),
+    *(f"_link.{name}" for name in ("closing", "link", "message_port", "native", "receiving", "sending")),
     *(
         f"_handshake.{name}"
         for name in ("control_sockets", "exchange", "peer_description", "handshake", "registry", "server")
@@ -354,7 +353,7 @@ MODULES = [
         f"ucp.{name}"
         for name in (
             "_engine.arming",
-            "_engine.batches",
+            "_engine.links",
             "_engine.progress",
             "_memory.buffers",
             "chains._run",
@@ -667,13 +666,6 @@ def quiet() -> Iterator[None]:
         live_handles._counts.clear()  # what a fault hit was not always counted
 
 
-@contextmanager
-def holding_back() -> Iterator[None]:
-    """A small message that follows another is held back for a batch, however slow this machine is."""
-    with mock.patch.object(sending, "DEFER_SECONDS", 1.0):
-        yield
-
-
 @cache
 def called(transports: str) -> dict[tuple[str, str], int]:
     """How often each function is called where no caller could handle its errors, by module and qualified name."""
@@ -685,7 +677,6 @@ def called(transports: str) -> dict[tuple[str, str], int]:
                 counters.append(((name, function.__qualname__), Fault(function, Injected, NEVER)))
                 stack.enter_context(patched(where, attribute, function, counters[-1][1]))
         stack.enter_context(quiet())
-        stack.enter_context(holding_back())
 
         def arm(armed: bool) -> None:
             for _, counter in counters:
@@ -713,7 +704,7 @@ def test_exception_anywhere(name: str, transports: str, call: int, error: type[E
             continue
         for _ in range(5):  # whether Trio's loop calls a function may depend on the time
             fault = Fault(function, error, call)
-            with patched(where, attribute, function, fault), quiet(), holding_back():
+            with patched(where, attribute, function, fault), quiet():
                 try:
                     trio.run(scenario, transports, partial(setattr, fault, "armed"), lambda fault=fault: fault.raised)
                 except BaseException as failure:

@@ -23,7 +23,7 @@ LAYERS = ["_util", "_native", "ucp", "", "mesh", "rpc", "_cli", "testing"]
 APART = {("testing", "_cli")}
 
 #: The rules of a connection: no I/O, and no copies of the memory that they are about.
-RULES = ["wire", "tag_queue", "credit", "byte_stream", "life", "batch"]
+RULES = ["wire", "byte_stream", "life"]
 #: Besides: the rules of the exchange, which is made of bytes, and of arming. No I/O.
 PURE = [
     *(f"_rules/{name}" for name in RULES),
@@ -56,14 +56,13 @@ EXCHANGE = {
 COPIES = {"bytes", "bytearray", "memoryview", "join", "tobytes", "copy", "deepcopy"}
 #: The modules of a folder, lowest first.
 ORDER = {
-    "_rules": ["wire", "life", "tag_queue", "credit", "batch", "byte_stream", "__init__"],
+    "_rules": ["wire", "life", "byte_stream", "__init__"],
     "_opening": ["unix", "addresses", "backoff", "authkey", "options", "__init__"],
     "_link": [
         "message_port",
-        "buffers",
+        "native",
         "immutable",
         "sending",
-        "tag_queues",
         "conversations",
         "receiving",
         "closing",
@@ -80,9 +79,9 @@ ORDER = {
     "rpc": ["_errors", "_messages", "_service", "_items", "_server", "_connections", "_client", "_connect", "__init__"],
     "_report": ["items", "frames", "network", "causes", "collect", "reporting", "__init__"],
     "ucp/_engine": [
-        *("arming", "ending", "batches", "statistics", "teardown", "identity", "trio_run", "peer_processes", "waits"),
+        *("arming", "ending", "statistics", "teardown", "identity", "trio_run", "peer_processes", "waits"),
         *("borrowed", "stream_buffer", "operations", "endpoints_to_worker", "receive_queue"),
-        *("tag_dispatch", "dispatch", "progress"),
+        *("tag_dispatch", "links", "dispatch", "progress"),
         "engine",
         *("endpoint_core", "share", "posting", "draining", "lifetime"),
         "__init__",

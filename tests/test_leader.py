@@ -138,7 +138,7 @@ async def test_cancelled_while_it_gets_something(transports: str, what: str) -> 
             scope.cancel()
             if what == "message":
                 client.send_nowait(b"not lost")
-                internals(client.worker).batches.send_all()
+                internals(client.worker).links.flush()
                 internals(worker).reap()  # before the cancelled task runs
             else:
                 server._link.closing.cut_off("broken", "is lost")
@@ -179,7 +179,7 @@ def test_interrupted_while_it_gets_something() -> None:
 
             def deliver() -> None:
                 client.send_nowait(b"not lost")
-                internals(client.worker).batches.send_all()
+                internals(client.worker).links.flush()
                 internals(worker).reap()
 
             @trio.lowlevel.enable_ki_protection
@@ -295,7 +295,7 @@ async def test_a_leader_that_is_not_woken_can_be_cancelled(transports: str, monk
         with monkeypatch.context() as patch, trio.fail_after(10):
             patch.setattr(Waiting, "wake_leader", wake_leader)
             client.send_nowait(b"x")
-            internals(client.worker).batches.send_all()
+            internals(client.worker).links.flush()
             while not failed:
                 internals(worker).reap()  # delivers before the leader runs
         nursery.cancel_scope.cancel()

@@ -20,18 +20,18 @@ from injected_faults import no_memory_to_record
 from outcome import Error, Value
 from simulation import World, simulated
 
-from trio_ucx._link.buffers import PackedMessages
+from trio_ucx._link import Want
 from trio_ucx._link.closing import Closing
-from trio_ucx._link.receiving import Receiving, Transfer
+from trio_ucx._link.receiving import PendingReceive, Receiving, Transfer
 from trio_ucx._link.sending import Sending, SendOperation
 from trio_ucx._rules import byte_stream as stream
-from trio_ucx._rules import wire
-from trio_ucx._rules.credit import ANNOUNCEMENT, SendCredit
 from trio_ucx._rules.life import Loss, Peer
-from trio_ucx._rules.tag_queue import TagQueue, Want
 from trio_ucx.ucp import Status
+from trio_ucx.ucp._engine.links import WorkerLinks
 from trio_ucx.ucp._engine.waits import Signal
 
+#: What a message costs that stays with its sender (``link/sending.c``).
+ANNOUNCEMENT_COST = 8960
 WINDOWS = [8192, 40_000]  # less and more than an announcement costs
 #: Rendezvous thresholds: more than a batch, so that there are batches; the least with which C code receives all small
 #: messages; none. Less one they are multiples of 8, as the records of numbered_write: pieces end where records do.
@@ -65,7 +65,7 @@ def step(world: World, action: str, which: int, number: int) -> None:
     elif action == "transfer":
         side.transport.finish_transfer(number)
     elif action == "flush":
-        side.engine.send_deferred()
+        side.engine.links.flush()
     elif action == "busy":
         side.transport.busy = not side.transport.busy
     elif action == "refuse":
@@ -101,8 +101,8 @@ def run_programs(steps: list[Step], ending: str, window: int, threshold: int) ->
             for side in world.sides:
                 side.collect()
                 # For each tag queue one admitted message, or as many as receives have waited there.
-                admitted = side.most_waiting() * (max(SIZES[-1], ANNOUNCEMENT) + 512)
-                assert side.link.receiving.credit.unread <= window + admitted
+                admitted = side.most_waiting() * (max(SIZES[-1], ANNOUNCEMENT_COST) + 512)
+                assert side.link.native.counts.unread <= window + admitted
         world.check_messages()
         for writer, reader in ((a, b), (b, a)):
             check_stream(writer.writes, reader.got)
@@ -143,7 +143,7 @@ def _finish(world: World, ending: str, *, aborted: bool) -> None:
         cleanly = not aborted and not both_closed and not reader.closing
         ended = writer.closing or (writer.eof_sent and ending == "eof")
         check_stream(writer.writes, reader.got, everything=cleanly and ended)
-        waiting = reader.link.sending.credit.waiting or writer.link.sending.credit.waiting
+        waiting = reader.link.sending.waiting or writer.link.sending.waiting
         if cleanly and ended and not waiting:
             assert reader.end == "eof"
         if reader.end == "eof" and not writer.closing and not writer.link.life.closed:
@@ -224,24 +224,20 @@ def test_the_simulation_takes_every_path(monkeypatch: pytest.MonkeyPatch) -> Non
         counts[f"{cls.__name__}.{name}"] = 0
         monkeypatch.setattr(cls, name, instead)
 
-    counted(Sending, "send_batch", lambda sending: len(sending.batch.parts) > 2)
+    counted(WorkerLinks, "flush", lambda links: links.deferred)
     counted(Sending, "send_short")
     counted(Sending, "_keep")
     counted(SendOperation, "post")
-    counted(SendOperation, "post_late")
+    counted(SendOperation, "due")
     counted(SendOperation, "cancel")
     counted(Receiving, "take_ready")
     counted(Receiving, "packed_arrived", lambda receiving, queue, count, length, data: count > 2)
     counted(Receiving, "next_piece")
     counted(Receiving, "receive_nowait")
-    counted(TagQueue, "packed_arrived", lambda queue, packed: queue.receives)
-    counted(TagQueue, "give")
-    counted(TagQueue, "_add_later")
-    counted(TagQueue, "_fill_first")
-    counted(TagQueue, "_detach")
-    counted(TagQueue, "_save")
-    counted(TagQueue, "_end_at")
-    counted(PackedMessages, "pop_all")
+    counted(Receiving, "save")
+    counted(Receiving, "begin_transfer", lambda receiving, item, number, length, receive, verdict: receive is None)
+    counted(PendingReceive, "_transfer")
+    counted(PendingReceive, "transfer_ended", lambda receive: receive._token is None)
     counted(Transfer, "complete")
     with simulated():
         for seed in range(PROGRAMS):
@@ -265,73 +261,16 @@ def fault(cls: type, name: str) -> Callable[[Any], Any]:
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {}
 
 
-@fault(Receiving, "_grant")
-def drops_a_grant(method: Callable[..., Any], receiving: Receiving, amount: int) -> None:
-    if receiving.credit.received % 3:
-        method(receiving, amount)
+@fault(Receiving, "taken")
+def gives_a_message_twice(method: Callable[..., Any], receiving: Receiving, length: int) -> bytes:
+    data: bytes = method(receiving, length)
+    return data * 2 if data.startswith(b"\1") else data
 
 
-@fault(Receiving, "_grant")
-def grants_too_much(method: Callable[..., Any], receiving: Receiving, amount: int) -> None:
-    method(receiving, amount + 1)
-
-
-@fault(PackedMessages, "pop")
-def doubles_a_packed_message(method: Callable[..., Any], packed: PackedMessages) -> bytes:
-    data: bytes = method(packed)
-    if packed.remaining == 1 and packed._position:
-        packed._position -= packed.length
-    return data
-
-
-@fault(PackedMessages, "pop_all")
-def forgets_that_packed_messages_were_taken(method: Callable[..., Any], packed: PackedMessages) -> bytes:
-    packed._position = 0
-    data: bytes = method(packed)
-    return data
-
-
-@fault(TagQueue, "next_packed")
-def skips_packed_messages(method: Callable[..., Any], queue: TagQueue) -> None:
-    method(queue)
-    if len(queue._later) > 1:
-        method(queue)
-
-
-@fault(TagQueue, "packed_arrived")
-def lets_packed_messages_overtake(method: Callable[..., Any], queue: TagQueue, packed: PackedMessages) -> int:
-    if queue.messages and not queue.receives and queue.packed is None:
-        queue.packed = packed
-        return 0
-    consumed: int = method(queue, packed)
-    return consumed
-
-
-@fault(TagQueue, "give")
-def gives_a_message_twice(method: Callable[..., Any], queue: TagQueue, data: bytes) -> bool:
-    return bool(method(queue, data)) and not data.startswith(b"\1")
-
-
-@fault(SendCredit, "take_back")
-def keeps_the_credit_of_a_refused_message(method: Callable[..., Any], credit: SendCredit[Any], *message: Any) -> None:
-    credit.sent -= 1
-
-
-@fault(SendCredit, "take_back")
-def keeps_the_number_of_a_refused_message(
-    method: Callable[..., Any], credit: SendCredit[Any], queue: TagQueue, size: int
-) -> None:
-    last = queue.last_sent
-    method(credit, queue, size)
-    queue.last_sent = last
-
-
-@fault(SendCredit, "take_back")
-def forgets_the_admission_of_a_refused_message(
-    method: Callable[..., Any], credit: SendCredit[Any], queue: TagQueue, size: int
-) -> None:
-    method(credit, queue, size)
-    credit.void_admission(queue)
+@fault(SendOperation, "_leave")
+def keeps_the_credit_of_a_send_that_left(method: Callable[..., Any], send: SendOperation) -> None:
+    send._token = None
+    method(send)
 
 
 @fault(Sending, "withdraw")
@@ -340,27 +279,18 @@ def sends_the_pieces_behind_a_refused_one(method: Callable[..., Any], sending: S
         method(sending, *which)
 
 
-@fault(Sending, "send_frame")
-def sends_a_frame_before_the_batch(method: Callable[..., Any], sending: Sending, frame: wire.Frame) -> None:
-    parts, sending.batch.parts = sending.batch.parts, []
-    method(sending, frame)
-    sending.batch.parts = parts
+@fault(Receiving, "save")
+def saves_nothing(method: Callable[..., Any], receiving: Receiving, item: Any, copy: Callable[[], bytes]) -> None:
+    method(receiving, item, lambda: bytes(len(copy())))
 
 
-@fault(Sending, "send")
-def sends_a_message_before_the_batch(method: Callable[..., Any], sending: Sending, *message: Any) -> Any:
-    parts, sending.batch.parts = sending.batch.parts, []
-    result = method(sending, *message)
-    sending.batch.parts = parts
-    return result
-
-
-@fault(Sending, "send_batch")
-def forgets_the_batch_of_a_full_worker(method: Callable[..., Any], sending: Sending) -> None:
-    if sending.port.busy:
-        sending.batch.take()
+@fault(PendingReceive, "_leave")
+def leaves_what_has_arrived(method: Callable[..., Any], receive: PendingReceive) -> None:
+    if receive._moving:
+        receive._receiving.detached_receives.add(receive)
+        receive._token = None
     else:
-        method(sending)
+        method(receive)
 
 
 @fault(SendOperation, "post")
@@ -370,12 +300,10 @@ def releases_a_buffer_too_early(method: Callable[..., Any], send: SendOperation)
     return result
 
 
-@fault(Transfer, "complete")
-def keeps_the_buffer_of_a_detached_receive(method: Callable[..., Any], transfer: Transfer, *record: int) -> None:
-    receive = transfer._message.receive
-    if receive is not None and receive.detached:
-        receive.detached = False
-    method(transfer, *record)
+@fault(PendingReceive, "transfer_ended")
+def keeps_the_buffer_of_a_detached_receive(method: Callable[..., Any], receive: PendingReceive) -> None:
+    if receive._token is not None:
+        method(receive)
 
 
 @fault(Sending, "finished")
@@ -432,23 +360,23 @@ def test_both_sides_leave_a_conversation_at_once(world: World, by_force: bool, w
     numbers = set()
     for _ in range(3):
         talk = a.conversations.open()
-        numbers.add(talk.queue.number)
-        assert sending.send_short(talk.queue, b"request")
+        numbers.add(talk.number)
+        assert sending.send_short(talk.number, b"request")
         world.run(act=False)
         [begun] = b.conversations.all()
-        answer = b.conversations.accept(begun.queue.number)
-        assert answer is not None and b.take_ready(answer.queue.number, 100) == b"request"
-        assert world.sides[1].link.sending.send_short(answer.queue, b"answer")
+        answer = b.conversations.accept(begun.number)
+        assert answer is not None and b.take_ready(answer.number, 100) == b"request"
+        assert world.sides[1].link.sending.send_short(answer.number, b"answer")
         world.run(act=False)
-        receive = a.receive(talk.queue.number, Want.BYTES)
+        receive = a.receive(talk.number, Want.BYTES)
         assert receive.result() == b"answer"
         if waits:
-            while not sending.credit.waiting:
+            while not sending.waiting:
                 world.sides[0].send(0, 5000)
-            for send in list(sending.credit.waiting):
+            for send in list(sending.waiting):
                 send.cancel()
-            last = sending.send(talk.queue, bytes(5000))
-            assert last is not None and last in sending.credit.waiting
+            last = sending.send(talk.number, bytes(5000))
+            assert last is not None and last in sending.waiting
             world.sides[0].send(1, 300)  # there is room for it
         b.conversations.leave(answer, by_force=by_force)
         world.sides[0].transport.busy = True
@@ -456,7 +384,7 @@ def test_both_sides_leave_a_conversation_at_once(world: World, by_force: bool, w
         world.sides[0].transport.busy = False
         world.run(act=waits)
         for receiving in (a, b):
-            assert not receiving.conversations.all() and talk.queue.number not in receiving.queues
+            assert not receiving.conversations.all() and receiving.native.queue(talk.number) is None
     assert len(numbers) == 1
     world.check_errors()
 
@@ -495,7 +423,7 @@ def test_nothing_is_delivered_behind_a_piece_that_was_lost(world: World) -> None
     a.start_write(numbered_write(0, LARGE))
     a.cancel_write()
     a.start_write(numbered_write(1, 1))  # small: arrives whole
-    a.engine.send_deferred()
+    a.engine.links.flush()
     while a.transport.deliver():
         pass
     b.link.closing.control_lost(Loss("ended"))
@@ -513,6 +441,7 @@ def test_the_end_of_the_control_socket_after_a_message_was_broken_off(world: Wor
     b.cancel_receive(0)
     [operation] = b.engine.in_flight.values()
     b.engine.complete(operation.id, Status.CANCELED)
+    b.transport.transfers.clear()
     assert b.link.life.broken_off and not b.link.life.over
     b.link.closing.control_lost(Loss("ended"))
     assert b.link.life.over and b.link.sending.problem() is not None
@@ -534,28 +463,8 @@ def test_what_the_control_socket_does_after_an_abort_says_nothing(world: World) 
     assert isinstance(receive.pending.outcome, Value)
 
 
-def test_transfers_look_at_the_tag_queues_only_when_an_acknowledgement_is_owed(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not after every transfer: there may be thousands of tag queues with messages."""
-    looks = 0
-
-    def moving(queue: TagQueue) -> bool:
-        nonlocal looks
-        looks += 1
-        return real(queue)
-
-    real = TagQueue.moving.fget
-    assert real is not None
-    monkeypatch.setattr(TagQueue, "moving", property(moving))
+def test_an_acknowledgement_waits_for_transfers(world: World) -> None:
     a, b = world.sides
-    for _ in range(3):
-        a.send(0, 12_000)
-        b.receive(0, Want.INTO)
-        a.transport.deliver(8)
-        assert b.transport.finish_transfer(0)
-        assert a.engine.in_flight == {}
-    assert looks == 0
     a.send(0, 12_000)
     a.send(1, 12_000)
     b.receive(0, Want.INTO)
@@ -566,7 +475,7 @@ def test_transfers_look_at_the_tag_queues_only_when_an_acknowledgement_is_owed(
     a.close()
     assert a.close_sent
     a.transport.deliver(8)
-    assert looks > 0 and b.link.life.peer is Peer.CLOSING
+    assert b.link.life.peer is Peer.CLOSING
     assert b.transport.finish_transfer(0)
     assert receive.pending.outcome is not None
     assert b.link.life.peer is Peer.ACKNOWLEDGED
@@ -574,27 +483,21 @@ def test_transfers_look_at_the_tag_queues_only_when_an_acknowledgement_is_owed(
     assert a.link.life.closed and a.clean
 
 
-@pytest.mark.parametrize("queue", [0, wire.CONTROL])
-def test_bytes_whose_send_is_not_recorded_are_kept(world: World, queue: int) -> None:
+def test_bytes_whose_send_is_not_recorded_are_kept(world: World) -> None:
     """UCX has begun it, and reads them until it has completed it."""
     a, _ = world.sides
     a.transport.busy = True
-    sending = a.link.sending
     data = b"x" * 2000
-    frame = wire.Stalled(0)
     with no_memory_to_record(a.engine), pytest.raises(RuntimeError, match="no memory to record"):
-        if queue == wire.CONTROL:
-            sending.post_frame(frame)
-        else:
-            sending.send_short(a.link.queues[queue], data)
+        a.link.sending.send_short(0, data)
     [(_, arguments)] = a.engine.teardown.unrecorded.values()
-    assert (wire.encode_frame(frame) if queue == wire.CONTROL else data) in arguments
+    assert data in arguments
     assert not a.engine.in_flight
     a.transport.deliver(8)
     assert not a.engine.teardown.unrecorded
 
 
-def test_nothing_is_received_after_an_internal_error_has_ended_receives(world: World) -> None:
+def test_messages_keep_their_order_after_an_internal_error_has_ended_receives(world: World) -> None:
     a, b = world.sides
     for _ in range(2):
         a.send(0, 12_000)
@@ -604,9 +507,10 @@ def test_nothing_is_received_after_an_internal_error_has_ended_receives(world: W
     b.transport.finish_transfer(1)  # the second receive has its message, and waits for the first one
     b.link.receiving.end_waits(trio.BrokenResourceError())
     b.transport.finish_transfer(0)
-    b.receive(0, Want.BYTES)
+    for _ in range(2):
+        b.receive(0, Want.BYTES)
     b.collect()
-    assert not b.received[0] and not b.receivers
+    world.check_messages()
 
 
 @pytest.mark.parametrize("total", [0, 1, 1024, 4095, 4096, 100_000])

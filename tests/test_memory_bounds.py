@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import trio
 from helpers import open_pair, open_peer, open_raw_pair, pattern, until
+from link_model import cost
 from timing import PROMPT
 
 import trio_ucx
 from trio_ucx import ucp
-from trio_ucx._rules.credit import cost
 
 MIB = 2**20
 WINDOW = MIB

@@ -318,7 +318,7 @@ async def test_while_a_call_of_the_library_is_interrupted(worker: ucp.Worker, mo
 
 async def test_a_part_that_cannot_be_read(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_pair(worker) as (client, _):
-        monkeypatch.setattr(internals(client).receiving, "queues", None)
+        monkeypatch.setattr(type(internals(client).native), "queues", None)
         report = trio_ucx.report()
         assert lines(report, "a tag: ", "cannot be read just now") or lines(report, "a connection: it cannot be read")
         monkeypatch.undo()

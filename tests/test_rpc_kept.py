@@ -129,8 +129,8 @@ async def test_a_server_that_leaves_what_was_kept_has_not_run_the_next_call() ->
         await talk.receive()
         read += 1
         await talk.send(REPLY)
-        queue = talk._state.queue
-        await until(lambda: not queue.empty or talk.peer_left)
+        receiving, number = internals(talk.connection).receiving, talk._state.number
+        await until(lambda: receiving.has_spare(number) or talk.peer_left)
         left += 1
         await talk.aclose()
 

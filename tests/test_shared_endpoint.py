@@ -26,7 +26,7 @@ from injected_faults import delay_handshakes, fill_worker, limit_generations
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._handshake.exchange import Taken, Welcomed
-from trio_ucx._rules.credit import ReceiveCredit
+from trio_ucx._link.receiving import Receiving
 from trio_ucx.testing import internals
 from trio_ucx.ucp import chains
 from trio_ucx.ucp._engine import endpoints_to_worker
@@ -150,7 +150,7 @@ async def test_a_message_that_is_lost_before_take_is_read_ends_the_connection(
         delay_handshakes(monkeypatch, Taken, partial(trio.sleep, 0.3))
         async with trio_ucx.connect(listener.address, worker=worker) as client:
             with monkeypatch.context() as patch:
-                patch.setattr(ReceiveCredit, "arrived", lambda *_: 1 / 0)
+                patch.setattr(Receiving, "packed_arrived", lambda *_: 1 / 0)
                 client.send_nowait(b"lost")
                 with trio.fail_after(15), pytest.raises(trio.BrokenResourceError, match="an internal error"):
                     await client.receive()

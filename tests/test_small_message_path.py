@@ -16,6 +16,7 @@ from helpers import open_pair
 
 import trio_ucx
 from trio_ucx import ucp
+from trio_ucx._native import lib
 from trio_ucx.testing import internals
 from trio_ucx.ucp._engine.arming import DEFER_SECONDS
 from trio_ucx.ucp._engine.dispatch import deliver
@@ -106,7 +107,7 @@ async def test_out(worker: ucp.Worker) -> None:
         await server.receive()
         for data in (b"8 bytes.", b"", bytes(1024), bytes(4096)):
             await trio.sleep(0.001)  # else it would follow closely, and join a batch
-            with Recorded(SEND, until="tu_tag_send_one") as path:
+            with Recorded(SEND, until="tu_link_send") as path:
                 await client.send(data)
             assert path.reached_end
             assert len(path.functions) <= MOST_OUT and path.calls <= MOST_OUT, str(path)
@@ -118,15 +119,15 @@ async def test_a_batch_waits_no_longer_because_other_tasks_run(worker: ucp.Worke
     async with open_pair(worker) as (client, server):
         await client.send(b"the tag queue exists from now on")
         await server.receive()
-        batch = internals(client).sending.batch
+        links = internals(client).engine.links
         deferred = 0
         for _ in range(20):  # the machine may delay the three sends
             for number in range(3):
                 client.send_nowait(b"%d" % number)
-            deferred += bool(batch.parts)
+            deferred += bool(lib.tu_links_news(links.native) & lib.TU_NEWS_BATCHES)
             time.sleep(2 * DEFER_SECONDS)
             client.send_nowait(b"3")
-            assert not batch.parts
+            assert not lib.tu_links_news(links.native) & lib.TU_NEWS_BATCHES
             assert [await server.receive() for _ in range(4)] == [b"0", b"1", b"2", b"3"]
         assert deferred
 

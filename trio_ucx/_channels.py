@@ -95,8 +95,8 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         """
         sending = self._connection._link.sending
         self._check_send()
-        sent = sending.send_short(self._state.queue, value)
-        return None if sent is True else sent or sending.send(self._state.queue, value)
+        sent = sending.send_short(self._state.number, value)
+        return None if sent is True else sent or sending.send(self._state.number, value)
 
     async def _send_unscheduled(self, value: Buffer) -> None:
         """Sends a message as :meth:`send` does; but a small one passes no schedule point, as the next receive does."""
@@ -110,7 +110,7 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         sending.expect_more()
         await self._send_unscheduled(value)
         self._close()
-        sending.send_batch()
+        sending.flush()
 
     @enable_ki_protection
     def send_nowait(self, value: Buffer) -> None:
@@ -157,6 +157,10 @@ class Channel(trio.abc.Channel[bytes], metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         self._check()
         return await link.receive_newest(self._state.number, limit)
+
+    def _first(self) -> bytes | None:
+        """Returns the next message, which stays; None if it is not there."""
+        return self._connection._link.receiving.look(self._state.number)
 
     def _take_ready(self) -> bytes | None:
         """Takes the next message if it is there; see :meth:`Receiving.take_ready`."""

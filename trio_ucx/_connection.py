@@ -12,12 +12,11 @@ import trio
 from trio.lowlevel import enable_ki_protection
 
 from ._channels import Channel
-from ._link import Link
+from ._link import Link, Want
 from ._opening.options import check_max_size
 from ._peer_info import PeerInfo, PeerState
 from ._rules import byte_stream as stream
 from ._rules import wire
-from ._rules.tag_queue import Want
 from ._statistics import ConnectionStatistics
 from ._util.arguments import check_integer, check_timeout
 from ._util.handles import ConflictDetector, OpenedNotConstructed, warn_resource
@@ -175,14 +174,15 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         """
         link = self._link
         detached = sum(operation.detached for operation in link.share.operations.pending)
+        counts = link.native.counts
         return ConnectionStatistics(
-            messages_sent=link.sending.credit.sent,
-            bytes_sent=link.sending.bytes_sent,
-            messages_received=link.receiving.credit.received,
-            bytes_received=link.receiving.bytes_received,
-            held=link.receiving.credit.unread,
-            credit=link.sending.credit.credit,
-            queued_sends=len(link.sending.credit.waiting),
+            messages_sent=counts.sent,
+            bytes_sent=counts.bytes_sent,
+            messages_received=counts.received,
+            bytes_received=counts.bytes_received,
+            held=counts.unread,
+            credit=counts.credit,
+            queued_sends=len(link.sending.waiting),
             left_over_operations=detached + len(link.receiving.detached_receives),
         )
 
@@ -215,12 +215,11 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         await trio.lowlevel.checkpoint_if_cancelled()
         link.check()
         # As Link.send, without the call: every message passes here.
-        queue = link.queues[tag]
-        sent = link.sending.send_short(queue, data)
+        sent = link.sending.send_short(tag, data)
         if sent is True:
             await link.engine.waiting.schedule_point()
         else:
-            await completed(sent or link.sending.send(queue, data), link.engine)
+            await completed(sent or link.sending.send(tag, data), link.engine)
 
     @enable_ki_protection
     def send_nowait(self, data: Buffer, *, tag: int = 0) -> None:
@@ -610,9 +609,9 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
     def _submit_send(self, data: Buffer, tag: int) -> Pending | None:
         tag = check_tag(tag)
         self._link.check()
-        sending, queue = self._link.sending, self._link.queues[tag]
-        sent = sending.send_short(queue, data)
-        return None if sent is True else sent or sending.send(queue, data)
+        sending = self._link.sending
+        sent = sending.send_short(tag, data)
+        return None if sent is True else sent or sending.send(tag, data)
 
     def _submit_receive_into(self, buffer: WritableBuffer, tag: int) -> Pending:
         tag = check_tag(tag)
@@ -652,23 +651,21 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             if type(data) not in (bytes, bytearray):
                 check_whole(data)
             # An empty message would be the end of the stream.
-            short = type(data) in (bytes, bytearray, memoryview) and 0 < len(data) <= stream.small_piece(
-                sending.credit.window
-            )
-            if short and sending.send_short(link.queues[wire.STREAM], data):
+            short = type(data) in (bytes, bytearray, memoryview) and 0 < len(data) <= stream.small_piece(sending.window)
+            if short and sending.send_short(wire.STREAM, data):
                 await link.engine.waiting.schedule_point()
                 return
             sending.check()
             waited = False
             check_elements(data, "send")
             with memoryview(data) as view, view.cast("B") as flat:
-                written = sending.write_short(link.queues[wire.STREAM], flat)
+                written = sending.write_short(flat)
 
                 def submit(piece: slice) -> Pending | None:
                     link.check()  # another task may have closed since the last piece
-                    return sending.send(link.queues[wire.STREAM], flat[piece])
+                    return sending.send(wire.STREAM, flat[piece])
 
-                cut = stream.pieces(len(flat), sending.credit.window, sending.credit.threshold, written)
+                cut = stream.pieces(len(flat), sending.window, sending.threshold, written)
                 write = stream.Write(submit, cut)
                 try:
                     while (pending := write.advance()) is not None:
@@ -690,7 +687,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         with self._sending:
             await trio.lowlevel.checkpoint()
             self._check_stream()
-            await self._link.wait_stream_room()
+            await self._link.sending.wait_room(wire.STREAM)
             self._check_stream()
             self._link.sending.check()
 
@@ -710,7 +707,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             if self._eof_sent:
                 await trio.lowlevel.checkpoint()
                 return
-            pending = self._link.sending.send(self._link.queues[wire.STREAM], b"")
+            pending = self._link.sending.send(wire.STREAM, b"")
             self._eof_sent = True
             try:
                 await completed(pending, self._link.engine)
@@ -739,22 +736,19 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             await trio.lowlevel.checkpoint_if_cancelled()
             self._link.check()
             engine, receiving = self._link.engine, self._link.receiving
-            buffered = receiving.stream
-            if buffered.readable:
+            large = receiving.stream
+            limit = stream.READ_SIZE if max_bytes is None else max_bytes
+            piece = large.take(max_bytes) or receiving.next_piece(limit)
+            if piece is None and engine.waiting.look():
+                piece = receiving.next_piece(limit)
+            if piece is not None:
                 await engine.waiting.schedule_point()
-            else:
-                piece = receiving.next_piece()
-                if piece is None and not receiving.credit.stalled and engine.waiting.look():
-                    piece = receiving.next_piece()
-                if piece is not None:
-                    await engine.waiting.schedule_point()
-                else:
-                    try:
-                        piece = cast(bytes, await completed(receiving.receive(wire.STREAM, Want.BYTES), engine))
-                    except trio.EndOfChannel:
-                        piece = b""
-                buffered.feed(piece, receiving.next_piece)
-            return buffered.take(max_bytes)
+                return piece
+            try:
+                large.rest = await completed(receiving.receive(wire.STREAM, Want.BYTES, limit), engine)
+            except trio.EndOfChannel:
+                return b""
+            return large.take(max_bytes)
 
     # ---- closing ----
 
@@ -915,17 +909,17 @@ class Conversations(metaclass=OpenedNotConstructed):
         link = self._connection._link
         await trio.lowlevel.checkpoint_if_cancelled()
         link.check()
-        receiving = link.receiving
+        conversations = link.receiving.conversations
         while True:
-            begun = receiving.take_begun()
+            begun = conversations.take_begun()
             try:
                 if begun is not None:
                     await link.engine.waiting.schedule_point()
                 else:
-                    begun = await completed(receiving.receive(wire.UNACCEPTED, Want.COPY, 4), link.engine)
+                    begun = await link.receiving.wait_conversation()
             except trio.EndOfChannel:
                 raise StopAsyncIteration from None
-            channel = receiving.conversations.accept(int.from_bytes(begun, "little"))
+            channel = conversations.accept(begun)
             if channel is not None:
                 return Channel._create(self._connection, channel, True)
 

@@ -19,9 +19,9 @@ from test_exchange import GOOD_BODIES, KEYS, feed, reach, reachable
 
 from trio_ucx._handshake.exchange import ExchangeState, FrameKind
 from trio_ucx._handshake.peer_description import PeerDescription
+from trio_ucx._link import Want
 from trio_ucx._rules import wire
 from trio_ucx._rules.life import Loss
-from trio_ucx._rules.tag_queue import Want
 from trio_ucx.mesh import _messages as mesh_messages
 from trio_ucx.rpc import _messages as rpc_messages
 from trio_ucx.ucp import WorkerAddress
@@ -191,7 +191,7 @@ class _Attack:
             if not self.reader:
                 break
             self.reader.choose(steps)()
-            self.side.engine.send_deferred()
+            self.side.engine.links.flush()
             self.side.collect()
             self.world.check_errors()
         self._end()
@@ -209,8 +209,8 @@ class _Attack:
 
     def _near(self, most: int) -> int:
         """An extreme number, or one that an honest peer could say now."""
-        sending = self.side.link.sending.credit
-        likely = [0, most, 1, self.reader.below(256), sending.sent, sending.window - sending.credit]
+        counts = self.side.link.native.counts
+        likely = [0, most, 1, self.reader.below(256), counts.sent, self.side.link.sending.window - counts.credit]
         return max(0, min(most, int(self.reader.choose(likely))))
 
     def _message(self) -> None:
@@ -254,8 +254,8 @@ class _Attack:
 def _check_released(side: Side) -> None:
     side.collect()
     assert not side.engine.in_flight, side.engine.in_flight
-    assert not side.receivers and not side.link.receiving.queues
-    assert side.link.buffers_released() and not side.link.sending.credit.waiting
+    assert not side.receivers and not side.link.receiving.waiting and not side.engine.links.waiting
+    assert side.link.buffers_released() and not side.link.sending.waiting
     for buffer in side.buffers:
         buffer.append(0)  # not if it is pinned
 

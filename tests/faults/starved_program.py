@@ -396,9 +396,10 @@ async def server(stack: AsyncExitStack, common: Common) -> Act:
         async with trio.open_nursery() as nursery:
 
             async def serve() -> None:
-                async with await common.listener.accept() as server:
-                    await server.send(await server.receive())
-                    with contextlib.suppress(trio.BrokenResourceError):
+                server = await common.listener.accept()
+                with contextlib.suppress(trio.BrokenResourceError):  # the client says how it was for it
+                    async with server:
+                        await server.send(await server.receive())
                         await server.wait_closed()
 
             async def hear() -> None:

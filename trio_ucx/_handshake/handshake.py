@@ -20,6 +20,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import ip_address
+from typing import Any
 
 import attrs
 import trio
@@ -27,6 +28,7 @@ from outcome import Error, Value
 
 from .._errors import refusal
 from .._link import Link, MessagePort, Options
+from .._native import ffi
 from .._peer_info import Admit
 from .._rules import wire
 from .._rules.life import Loss
@@ -439,8 +441,11 @@ class Handshake:
         self.registry.engine.tag_dispatch.discard(handle)
         self._refuse_message(length)
 
-    def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
-        if queue == wire.CONTROL and data == wire.encode_frame(wire.Hello()):
+    def link_broke(self, status: int) -> None:
+        raise AssertionError("there is no link yet")
+
+    def packed_arrived(self, queue: int, count: int, length: int, data: Any) -> None:
+        if queue == wire.CONTROL and ffi.buffer(data, length)[:] == wire.encode_frame(wire.Hello()):
             self._hello_arrived()
         else:
             self._refuse_message(length)

@@ -32,6 +32,7 @@ from .._util.process import has_ended
 from ..ucp import Status
 from ..ucp._internal_api import CloseState, UCXError, about, broken, internal_failure, under_way
 from .message_port import MessagePort
+from .native import NativeLink
 from .receiving import Receiving
 from .sending import Sending
 
@@ -67,6 +68,7 @@ class Closing:
         self,
         port: MessagePort,
         life: Life,
+        native: NativeLink,
         sending: Sending,
         receiving: Receiving,
         close_timeout: float,
@@ -76,6 +78,7 @@ class Closing:
         self.ending = self.share.ending
         self.engine = port.engine
         self.life = life
+        self._native = native
         #: Tells that the peer aborted, ended or vanished.
         self.control_socket: ControlSocket | None = None
         #: Called when the connection has been closed.
@@ -117,7 +120,6 @@ class Closing:
         """Sends ACK if it is owed, and no transfer from the peer is in flight."""
         if self.life.peer is Peer.CLOSING and not self._receiving.transferring():
             self.life.happened(PeerEvent.ACK_SENT)
-            self._receiving.report_drops()
             self._sending.send_frame(wire.GoodbyeAck())
             self.share.operations.changed()
 
@@ -141,7 +143,7 @@ class Closing:
         error = trio.ClosedResourceError("this connection was closed")
         self._receiving.stop(error)
         # Messages that wait for credit are waited for. A write to the byte stream ends, as in Trio.
-        self._sending.withdraw(self._receiving.queues[wire.STREAM], error)
+        self._sending.withdraw(wire.STREAM, error)
         self.share.operations.changed()
         if not self._sending.finished():
             self._sending.send_frame(wire.Stop())
@@ -348,9 +350,9 @@ class Closing:
         """Closes by force, at once; the peer is told on the control socket."""
         if self.life.closed:
             return
-        self._sending.send_batch()
+        self._sending.flush()
         if self.control_socket is not None:
-            self.control_socket.abort(self._sending.credit.sent)
+            self.control_socket.abort(self._native.counts.sent)
         self.close_now()
         self.engine.reap()
 
@@ -369,8 +371,11 @@ class Closing:
             self.control_socket.close()
         self._unregister()
         error = trio.ClosedResourceError("this connection was closed")
-        self._receiving.close(error)
+        self._receiving.stop(error)
         self._sending.fail_all(error)
+        self._native.close()
+        self._receiving.give_up_dropped()
+        self.engine.links.settle()
         self.share.operations.changed()
         live_handles.closed("connection")
         if self.on_closed is not None:

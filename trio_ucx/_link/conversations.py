@@ -11,18 +11,18 @@ other side to ``ANSWERS + k``. A conversation begins for the other side when the
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 
 import attrs
 import trio
 
 from .._errors import PeerClosed, PeerLost
+from .._native import lib
 from .._rules import wire
-from .._rules.credit import ReceiveCredit
-from .._rules.tag_queue import TagQueue
-from ..ucp._internal_api import Origin, about
+from ..ucp._internal_api import Origin, Waiters, about
+from .native import NativeLink
 from .sending import Sending
-from .tag_queues import TagQueues
 
 
 @attrs.define(eq=False)
@@ -30,7 +30,7 @@ class ChannelState:
     """What is known about one channel.
 
     Attributes:
-        queue: its tag queue, which has it as its ``channel``.
+        number: which tag queue this side reads.
         origin: marks the errors that say that the peer has left it.
         left, peer_left: whether this side, and the peer, have left it.
         by_force: whether the peer has left it because of an exception or a cancellation.
@@ -39,7 +39,7 @@ class ChannelState:
             before. They run no code of the user's.
     """
 
-    queue: TagQueue
+    number: int
     origin: Origin
     left: bool = False
     peer_left: bool = False
@@ -52,11 +52,6 @@ class ChannelState:
         called, self.on_end = self.on_end, ()
         for function in called:
             function()
-
-    @property
-    def number(self) -> int:
-        """Returns which tag queue this side reads."""
-        return self.queue.number
 
     def problem(self) -> Exception | None:
         """Returns why nothing can be sent there, if so."""
@@ -86,35 +81,46 @@ class OpenChannels:
     """The channels of one connection.
 
     Args:
-        end: ends the receives of a tag queue for which no message will arrive.
-        announce: called with the number of a conversation that the peer has begun.
+        end_error: returns what a receive on an empty tag queue gets; None while a message may still come.
+        changed: called when a side has left one.
+
+    Attributes:
+        channels: by the tag queue that this side reads.
+        begun: the conversations that the peer has begun and that nobody has taken, by the same number.
+        waiters: the tasks that wait for one.
     """
 
     def __init__(
         self,
-        queues: TagQueues,
+        native: NativeLink,
         sending: Sending,
-        receive_credit: ReceiveCredit,
         *,
-        end: Callable[[TagQueue], None],
-        announce: Callable[[int], None],
+        end_error: Callable[[int], Exception | None],
+        changed: Callable[[], None],
     ) -> None:
-        self._queues = queues
+        self.channels: dict[int, ChannelState] = {}
+        self.begun: collections.deque[int] = collections.deque()
+        self.waiters = Waiters()
+        self._native = native
         self._sending = sending
-        self._receive_credit = receive_credit
-        self._end = end
-        self._announce = announce
+        self._end_error = end_error
+        self._changed = changed
+        self._most_begun = native.window // 256 + 1024  # more than can be unread
         #: Those that were announced, and that nobody has taken or found gone.
         self._announced: set[int] = set()
         self._free: list[int] = []
         self._next = 0
 
-    def _add(self, queue: TagQueue, *, accepted: bool = True) -> ChannelState:
-        channel = queue.channel = ChannelState(queue, Origin(self._sending.ending.origin), accepted=accepted)
+    def _add(self, number: int, *, accepted: bool = True) -> ChannelState:
+        if lib.tu_link_open_queue(self._native.handle, number):
+            raise MemoryError("no memory for a channel")
+        channel = ChannelState(number, Origin(self._sending.ending.origin), accepted=accepted)
+        self.channels[number] = channel
+        self._sending.channel_problem[number] = channel.problem
         return channel
 
     def all(self) -> list[ChannelState]:
-        return [queue.channel for queue in list(self._queues.values()) if queue.channel is not None]
+        return list(self.channels.values())
 
     def open(self) -> ChannelState:
         """Opens a conversation. The peer learns of it with the first message."""
@@ -125,7 +131,7 @@ class OpenChannels:
             if number == wire.MAX_CONVERSATIONS:
                 raise RuntimeError(f"{number} conversations are open on this connection: leave those that have ended")
             self._next += 1
-        return self._add(self._queues[wire.ANSWERS + number])
+        return self._add(wire.ANSWERS + number)
 
     def over_tag(self, tag: int) -> ChannelState:
         """The channel over a user's tag.
@@ -134,8 +140,7 @@ class OpenChannels:
             RuntimeError: this side has left the last one, and the peer has not.
             trio.BrokenResourceError: the same, and the peer has gone.
         """
-        queue = self._queues[tag]
-        channel: ChannelState = queue.channel or self._add(queue)
+        channel = self.channels.get(tag) or self._add(tag)
         if channel.left:
             self._sending.check()
             raise RuntimeError(
@@ -150,26 +155,39 @@ class OpenChannels:
         Raises:
             wire.ProtocolError: the peer cannot begin it: its number is one of those that this side chooses.
         """
-        queue = self._queues.get(number)
-        if queue is not None and queue.channel is not None:
+        if number in self.channels:
             return
         if number >= wire.ANSWERS:
             raise wire.ProtocolError(f"a message for the conversation {number - wire.ANSWERS}, which is not open")
-        channel = self._add(self._queues[number], accepted=False)
+        channel = self._add(number, accepted=False)
         if self._sending.life.draining:  # nobody will accept it
             channel.accepted = True
             self.leave(channel)
         elif number not in self._announced:  # else an earlier one with this number was left before anybody took it
-            if len(self._announced) > self._receive_credit.window // 256 + 1024:  # more than can be unread
+            if len(self._announced) > self._most_begun:
                 raise wire.ProtocolError("it withdraws conversations without end that nobody has accepted")
             self._announced.add(number)
-            self._announce(number)
+            if not self.waiters.give(number):
+                self.begun.append(number)
+
+    def take_begun(self) -> int | None:
+        """Takes the number of a conversation that the peer has begun, if there is one."""
+        return self.begun.popleft() if self.begun else None
+
+    def begun_end(self) -> Exception | None:
+        """Returns what a wait for a conversation gets if none will begin; None while one may."""
+        return self._end_error(wire.UNACCEPTED)
+
+    def end_waits(self) -> None:
+        """Ends the waits for a conversation, if none will begin any more."""
+        if self.waiters:
+            while self.waiters and (error := self.begun_end()) is not None:
+                self.waiters.fail(error)
 
     def accept(self, number: int) -> ChannelState | None:
         """A user takes a conversation of the peer's; None if the peer has left it meanwhile."""
         self._announced.discard(number)
-        queue = self._queues.get(number)
-        channel: ChannelState | None = None if queue is None else queue.channel
+        channel = self.channels.get(number)
         if channel is None or channel.accepted:
             return None
         channel.accepted = True
@@ -181,11 +199,12 @@ class OpenChannels:
             return
         channel.left = True
         channel.on_end = ()
-        error = trio.ClosedResourceError("this channel was closed")
-        self._end_sends(channel, error)
-        self._sending.add_frame(wire.Leave(channel.queue.written, by_force))
-        channel.queue.drop_all(error)  # after LEAVE: it gives credit back, which the peer must not spend here
-        self._end(channel.queue)
+        number = channel.number
+        self._sending.withdraw(number, trio.ClosedResourceError("this channel was closed"))
+        self._sending.send_frame(wire.Leave(wire.other_direction(number), by_force), later=True)
+        if self._native.handle is not None:
+            lib.tu_link_leave_queue(self._native.handle, number)  # after LEAVE: the peer must not spend its credit here
+        self._settle()
         self._free_if_over(channel)
 
     def peer_left(self, number: int, *, by_force: bool) -> None:
@@ -194,45 +213,41 @@ class OpenChannels:
         Raises:
             wire.ProtocolError: there is no such channel.
         """
-        queue = self._queues.get(number)
-        channel: ChannelState | None = None if queue is None else queue.channel
+        channel = self.channels.get(number)
         if channel is None:
             if wire.CONVERSATIONS <= number < wire.ANSWERS:  # the peer has sent nothing there
-                if queue is not None:
-                    self._forget(queue)
+                lib.tu_link_forget_queue(self._native.handle, number)
                 self._sending.send_frame(wire.Leave(wire.other_direction(number), False))
                 return
             if number > wire.MAX_TAG:
                 raise wire.ProtocolError(f"the peer left the tag queue {number}, which is no channel")
-            channel = self._add(self._queues[number])
+            channel = self._add(number)
         channel.peer_left = True
         channel.by_force = by_force
         channel.ended()
         if not channel.left:  # else nothing waits here any more
-            problem = channel.problem()
-            assert problem is not None
-            self._end_sends(channel, problem)
-            self._end(channel.queue)
+            if lib.tu_link_end_queue(self._native.handle, number, True, True):
+                raise MemoryError("no memory for the end of a channel")
+            self._settle()
             if by_force and not channel.accepted:  # nobody waits for an answer
                 self.leave(channel)
         self._free_if_over(channel)
+
+    def _settle(self) -> None:
+        self._native.links.settle()
+        self._changed()
 
     def connection_ended(self) -> None:
         """Nobody reads what this side sends, or this side has closed."""
         for channel in self.all():
             channel.ended()
 
-    def _end_sends(self, channel: ChannelState, error: Exception) -> None:
-        """Ends the sends that wait for credit."""
-        self._sending.withdraw(channel.queue, error)
-
     def _free_if_over(self, channel: ChannelState) -> None:
         number = channel.number
-        if channel.left and channel.peer_left and self._forget(channel.queue) and number >= wire.ANSWERS:
-            self._free.append(number - wire.ANSWERS)
-
-    def _forget(self, queue: TagQueue) -> bool:
-        """Forgets the tag queue of a channel that is over. Returns True if that was not done before."""
-        self._sending.credit.void_admission(queue)
-        self._receive_credit.void_admission(queue)
-        return self._queues.forget(queue)
+        if channel.left and channel.peer_left and self.channels.get(number) is channel:
+            del self.channels[number], self._sending.channel_problem[number]
+            if self._native.handle is not None:
+                lib.tu_link_forget_queue(self._native.handle, number)
+                self._native.links.settle()
+            if number >= wire.ANSWERS:
+                self._free.append(number - wire.ANSWERS)

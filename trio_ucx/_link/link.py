@@ -13,10 +13,10 @@ from typing import Any, cast
 import attrs
 import trio
 
+from .._native import lib
 from .._peer_info import PeerInfo
 from .._rules import wire
 from .._rules.life import Answer, Life
-from .._rules.tag_queue import Want
 from .._statistics import Totals
 from .._util.contained import contained
 from .._util.live_handles import live_handles
@@ -25,7 +25,8 @@ from ..ucp._internal_api import Buffer, CloseState, WritableBuffer, completed, i
 from .closing import Closing
 from .immutable import immutable
 from .message_port import MessagePort
-from .receiving import ExactTarget, ReceiveTarget, Receiving
+from .native import NativeLink
+from .receiving import ExactTarget, ReceiveTarget, Receiving, Want
 from .sending import Sending
 
 
@@ -96,19 +97,22 @@ class Link:
         self.totals: tuple[Totals, ...] = ()
         self.life = life = Life(share.ending)
         threshold = worker.context.rendezvous_threshold or 0
-        self.sending = Sending(port, life, peer_window, threshold)
+        self.native = NativeLink(share, my_id, peer_id, options.window, peer_window, threshold, peer_threshold)
+        self.sending = Sending(port, life, self.native, peer_window, threshold)
         self.receiving = Receiving(
             port,
             life,
+            self.native,
             self.sending,
-            options.window,
             peer_threshold,
             options.max_message_size,
             on_frame=self._frame_arrived,
             acknowledge=lambda: self.closing.acknowledge(),
         )
-        self.queues = self.receiving.queues
-        self.closing = Closing(port, life, self.sending, self.receiving, options.close_timeout, self._unregister)
+        self.window = options.window
+        self.closing = Closing(
+            port, life, self.native, self.sending, self.receiving, options.close_timeout, self._unregister
+        )
         self.engine.tag_dispatch.sinks[my_id] = self.receiving
         self.engine.teardown.children[my_id] = self.unclosed
         share.on_internal_error = self.closing.internal_error
@@ -157,12 +161,11 @@ class Link:
 
     async def send(self, number: int, data: Buffer) -> None:
         """Sends a message; a schedule point."""
-        queue = self.queues[number]
-        sent = self.sending.send_short(queue, data)
+        sent = self.sending.send_short(number, data)
         if sent is True:
             await self.engine.waiting.schedule_point()
         else:
-            await completed(sent or self.sending.send(queue, data), self.engine)
+            await completed(sent or self.sending.send(number, data), self.engine)
 
     def send_nowait(self, number: int, data: Buffer) -> None:
         """Sends a message without waiting.
@@ -170,14 +173,9 @@ class Link:
         Raises:
             trio.WouldBlock: there is no credit for it.
         """
-        sending, queue = self.sending, self.queues[number]
-        if not sending.send_short(queue, data):
-            sending.send_nowait(queue, immutable(data))
-
-    async def wait_stream_room(self) -> None:
-        """Waits until a small piece of the byte stream could be sent, or would fail."""
         sending = self.sending
-        await self.share.operations.wait_until(lambda: sending.over or sending.may_send(self.queues[wire.STREAM]))
+        if not sending.send_short(number, data):
+            sending.send_nowait(number, immutable(data))
 
     async def receive(self, number: int, limit: int) -> bytes:
         """Receives a message of at most ``limit`` bytes; a schedule point."""
@@ -190,7 +188,9 @@ class Link:
     async def receive_newest(self, number: int, limit: int) -> bytes:
         """Receives the newest message, of at most ``limit`` bytes; a schedule point."""
         self.engine.reap()
-        self.queues[number].keep_newest()
+        if lib.tu_link_newest(self.native.handle, number):
+            raise MemoryError("no memory for a tag queue")
+        self.engine.links.settle()
         return await self.receive(number, limit)
 
     async def receive_into(self, number: int, buffer: WritableBuffer, *, exact: bool = False) -> int:
@@ -205,7 +205,11 @@ class Link:
             return await self._receive_copied(number, buffer)
         receiving = self.receiving
         receive = receiving.prepare(buffer)
-        data = receiving.take_ready(number, receive.limit)
+        try:
+            data = receiving.take_ready(number, receive.limit, "the buffer has")
+        except BaseException:
+            receive.release()
+            raise
         if data is None:
             return cast(int, await completed(receiving.wait(number, receive), self.engine))
         receive.accept(data)
@@ -223,7 +227,7 @@ class Link:
     async def _receive_copied(self, number: int, buffer: bytearray | memoryview) -> int:
         """Receives into a short buffer."""
         with memoryview(buffer) as view:  # so that it keeps its size
-            small = self.receiving.take_ready(number, len(buffer))
+            small = self.receiving.take_ready(number, len(buffer), "the buffer has")
             if small is None:
                 receive = self.receiving.receive(number, Want.COPY, len(buffer))
                 data = cast(bytes, await completed(receive, self.engine))
@@ -239,25 +243,14 @@ class Link:
         self.closing.abort()
 
     def _frame_arrived(self, frame: wire.Frame) -> None:
-        """A control frame arrived.
+        """A control frame arrived that is not about credit.
 
         Raises:
             wire.ProtocolError: the peer must not send it.
         """
         match frame:
-            case wire.Grant(amount=amount, received=received):
-                self.sending.credit.grant(amount, received)
-                self.sending.send_waiting()
-                self.queues.sweep_if_due()
             case wire.Leave(queue=queue, by_force=by_force):
                 self.receiving.conversations.peer_left(queue, by_force=bool(by_force))
-            case wire.Admit(queue=queue, received=received):
-                admitted = self.queues.that_writes_to(queue)
-                if admitted is not None:
-                    self.sending.credit.admit(admitted, received)
-                    self.sending.send_waiting()
-            case wire.Stalled(grants=grants):
-                self.receiving.peer_stalled(grants)
             case wire.Stop():
                 self.closing.stop_arrived()
             case wire.Goodbye():
@@ -276,6 +269,8 @@ class Link:
             case wire.Pong(number=number):
                 self.pongs = max(self.pongs, number)
                 self.share.operations.changed()
+            case _:
+                raise wire.ProtocolError(f"a {type(frame).__name__} that is malformed")
 
     def buffers_released(self) -> bool:
         """True if no buffer of a cancelled send or receive belongs to the library."""
@@ -283,8 +278,8 @@ class Link:
 
     def traffic(self) -> tuple[int, int, int, int]:
         """Returns the messages and bytes that it has sent, and those that it has received."""
-        sending, receiving = self.sending, self.receiving
-        return sending.credit.sent, sending.bytes_sent, receiving.credit.received, receiving.bytes_received
+        counts = self.native.counts
+        return counts.sent, counts.bytes_sent, counts.received, counts.bytes_received
 
     def end_reason(self) -> str | None:
         """Returns how it has ended, in the words of ``ConnectionTotals.ended``; None: it is open."""

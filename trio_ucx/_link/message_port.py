@@ -1,8 +1,13 @@
-"""The calls into UCX of one connection. ``SimulatedTransport`` in ``tests/simulation.py`` takes its place."""
+"""The calls into UCX of one connection for what Python hands to it: messages in buffers of the user's, and transfers.
+
+All other messages are sent by C code (``_native/link``). ``SimulatedTransport`` in ``tests/simulation.py`` takes the
+place of both.
+"""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from .._native import lib
 from ..ucp._internal_api import Pinned, Share
@@ -28,12 +33,8 @@ class MessagePort:
         #: What the tags of our messages have in common.
         self._prefix = peer_id << 32
 
-    def send_bytes(self, queue: int, data: bytes) -> int:
-        """Sends bytes that UCX will hardly keep: they are pinned only if it does."""
-        share = self.share
-        return lib.tu_tag_send_one(share.handle, data, len(data), _HOST, self._prefix | queue)
-
     def send(self, queue: int, pins: Pinned) -> int:
+        """Sends a message to a tag queue of the peer's."""
         share = self.share
         if pins.size > self._longest:
             return lib.tu_long_send(share.handle, pins.native_list(), pins.size, self._prefix | queue)
@@ -45,10 +46,13 @@ class MessagePort:
         """Receives a message that UCX holds."""
         engine = self.engine
         if pins.many is None:
-            return lib.tu_message_receive_one(
-                engine.handle, handle, pins.address, pins.size, pins.memory, engine.tag_dispatch.received
-            )
+            return self.receive_at(handle, pins.address, pins.size, pins.memory)
         return lib.tu_message_receive(engine.handle, handle, pins.many, engine.tag_dispatch.received)
+
+    def receive_at(self, handle: int, address: Any, size: int, memory: int = _HOST) -> int:
+        """Receives a message that UCX holds."""
+        engine = self.engine
+        return lib.tu_message_receive_one(engine.handle, handle, address, size, memory, engine.tag_dispatch.received)
 
     def discard(self, handle: int) -> None:
         """Drops a message that UCX holds."""

@@ -1,25 +1,24 @@
-"""Receiving: messages, from the engine's delivery to the user's call. Owns the tag queues, the transfers, the grants.
+"""Receiving: messages, from the engine's delivery to the user's call. Owns the receives that wait, and the transfers.
 
-Small messages arrive packed: C code has received them, and they wait in their tag queue until they are taken. All
-others are announced, and UCX holds them until a :class:`Transfer` brings them to memory: to a user's buffer, which its
-:class:`PendingReceive` owns, or to fresh memory, which the transfer owns.
+Messages wait in the tag queues of C code (``_native/link``) until they are taken. Small ones are in memory of ours.
+UCX holds all others until a :class:`Transfer` brings them to memory: to the buffer of a :class:`PendingReceive`, or,
+if UCX has the whole message and no receive waits for it, to memory of C code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any, Protocol, cast
 
 import trio
 from outcome import Error, Value
 
 from .._errors import UnexpectedMessage
-from .._native import lib
+from .._native import ffi, lib
 from .._rules import wire
-from .._rules.credit import ReceiveCredit
 from .._rules.life import Answer, Life, Peer
-from .._rules.tag_queue import Message, MessageState, Receive, TagQueue, Want
 from .._util.contained import contained
 from ..ucp import Status
 from ..ucp._internal_api import (
@@ -36,18 +35,35 @@ from ..ucp._internal_api import (
     new_bytes,
     pin,
 )
-from .buffers import PackedMessages, ReadBuffer
-from .conversations import ChannelState, OpenChannels
+from .conversations import OpenChannels
 from .message_port import MessagePort
+from .native import NativeLink
 from .sending import Sending
-from .tag_queues import IDLE_QUEUES, TagQueues
+
+#: More than any message has: no limit.
+ANY_LENGTH = 1 << 62
+
+_EMPTY, _ENDED, _TOO_LONG = lib.TU_LINK_EMPTY, lib.TU_LINK_ENDED, lib.TU_LINK_TOO_LONG
+_BEGIN, _SAVE = lib.TU_LINK_BEGIN, lib.TU_LINK_SAVE
+_OUT = lib.TU_LINK_OUT
+
+
+class Want(Enum):
+    """What a receive wants of its message."""
+
+    BYTES = auto()
+    COPY = auto()  # bytes, to be copied to a small buffer of the user's, whose size is the limit
+    INTO = auto()
+    LENGTH = auto()  # wait_message: does not take the message
+    SUITABLE = auto()  # into a buffer, if the receive wants it: else the message stays
 
 
 class Receiving:
-    """The receiving half of a connection: a ``ucp._engine.tag_dispatch.TagSink`` and a ``_rules.tag_queue.Mover``.
+    """The receiving half of a connection: a ``ucp._engine.tag_dispatch.TagSink``.
 
     Args:
-        on_frame: called with each control frame.
+        peer_threshold: longer messages stay with the peer until they are received; 0: none do.
+        on_frame: called with each control frame that is not C code's.
         acknowledge: called when a transfer has ended and an ACK is owed.
     """
 
@@ -55,8 +71,8 @@ class Receiving:
         self,
         port: MessagePort,
         life: Life,
+        native: NativeLink,
         sending: Sending,
-        window: int,
         peer_threshold: int,
         max_message_size: int,
         *,
@@ -68,29 +84,35 @@ class Receiving:
         self.ending = self.share.ending
         self.engine = port.engine
         self.life = life
-        self.credit = ReceiveCredit(window, peer_threshold)
+        self.native = native
         self.max_message_size = max_message_size
-        self.queues = TagQueues(self, sending.credit)
         self.stream = ReadBuffer()
-        self.bytes_received = 0
+        #: The receives that wait, in order.
+        self.waiting: dict[PendingReceive, None] = {}
+        #: Messages on their way to memory.
+        self.transfers: dict[Transfer, None] = {}
         #: Receives whose task is gone, and whose buffer a message is written to.
-        self.detached_receives: set[Receive] = set()
-        #: Messages that were dropped, and whose sender was not told yet.
-        self._drops: list[wire.Dropped] = []
+        self.detached_receives: set[PendingReceive] = set()
         #: The tag queues of each task that waits for a message in any of several; empty for all.
         self.any_waits: list[Collection[int]] = []
-        #: The tag queue from which such a task was served last.
+        #: By tag queue: a message of it could not be received, and it has ended.
+        self.failures: dict[int, Exception] = {}
+        self.conversations = OpenChannels(native, sending, end_error=self._end_error, changed=self._channels_changed)
+        #: Where C code writes the tag queue of a message.
+        self.number = ffi.new("uint32_t *")
+        self._links = self.engine.links
+        self._threshold = peer_threshold
+        #: The tag queue from which a task that waits in several was served last.
         self._served = -1
-        self.conversations = OpenChannels(
-            self.queues, sending, self.credit, end=self._end_unserved, announce=self._conversation_begun
-        )
-        self._sending = sending
         self._on_frame = on_frame
         self._acknowledge = acknowledge
+        self._place = ffi.new("char **")
+        #: Why a message could not be saved out of a buffer of the user's.
+        self._unsaved: Exception | None = None
 
     # ---- messages arrive ----
 
-    def packed_arrived(self, number: int, count: int, length: int, data: bytes) -> None:
+    def packed_arrived(self, number: int, count: int, length: int, data: Any) -> None:
         """Small messages of one length arrived, one after the other in ``data``."""
         if self.life.receive_reported:
             return
@@ -99,59 +121,76 @@ class Receiving:
                 raise wire.ProtocolError(f"a message of {length} bytes that did not arrive in one piece")
             if number > wire.MAX_TAG:
                 if number == wire.CONTROL:
-                    self._on_frame(wire.decode_frame(data))
+                    self._control_arrived(length, data)
                     return
-                wire.check_queue(number)
+                self._check(number)
                 if number == wire.STREAM:
                     self.life.stream_ended |= length == 0
-                else:
-                    self.conversations.arrived(number)
+            status = lib.tu_link_arrived(self.native.handle, number, length, count, data)
+            if status:
+                self._took(status)
         except wire.ProtocolError as error:
             self._refuse(error)
             return
-        queue = self.queues[number]
-        self.credit.arrived(queue, length, count)
-        self.bytes_received += len(data)
-        if count == 1 and queue.receives and queue.give(data):
-            consumed = 1
-        else:
-            consumed = queue.packed_arrived(PackedMessages(count, length, data))
-            self.queues.filled.add(queue)
-        if consumed and (amount := self.credit.consumed(length, consumed)):
-            self._grant(amount)
-        if queue.receives and self.credit.stalled:
-            self._admit_next(queue)
-        if consumed and len(self.queues) > IDLE_QUEUES:
-            self.queues.forget_if_idle(queue)
         if self.any_waits:
             self.share.operations.changed()
+
+    def _control_arrived(self, length: int, data: Any) -> None:
+        status = lib.tu_link_arrived(self.native.handle, wire.CONTROL, length, 1, data)
+        if status == 1:
+            self._on_frame(wire.decode_frame(ffi.buffer(data, length)[:]))
+        elif status == Status.INVALID_PARAM:
+            raise wire.ProtocolError(f"a control frame that says what cannot be: {ffi.buffer(data, length)[:].hex()}")
+        for numbers in self.any_waits:
+            self._admit(numbers)
 
     def message_arrived(self, number: int, handle: int, length: int) -> None:
         """A message was announced, and UCX holds it."""
         if self.life.receive_reported:
             self.port.discard(handle)
             return
+        whole = self.is_whole(length)
         try:
             if number == wire.CONTROL:  # control frames are so small that C code receives them
                 raise wire.ProtocolError(f"a control frame of {length} bytes")
-            wire.check_queue(number)
-            if number >= wire.CONVERSATIONS:
-                self.conversations.arrived(number)
+            self._check(number)
+            taken = self._took(lib.tu_link_announced(self.native.handle, number, handle, length, whole))
         except wire.ProtocolError as error:
             self.port.discard(handle)
             self._refuse(error)
             return
-        queue = self.queues[number]
-        self.credit.arrived(queue, length)
-        self.bytes_received += length
-        threshold = self.credit.threshold
-        queue.arrived(handle, length, whole=length < threshold if threshold else None)
-        self.queues.filled.add(queue)
-        if self.credit.stalled:
-            self._admit_next(queue)
-        self.queues.forget_if_idle(queue)
+        if not taken:
+            self.port.discard(handle)
+            return
+        self._links.settle()  # a receive that waits for it begins its transfer
+        if whole or not self._threshold:
+            self._fetch(number, handle, length)
         if self.any_waits:
             self.share.operations.changed()
+
+    def is_whole(self, length: int) -> bool:
+        """True if UCX is known to have all of a message of this length when it has arrived."""
+        return self._threshold > 0 and length < self._threshold
+
+    def _check(self, number: int) -> None:
+        """Refuses a tag queue that a peer may not use. If it is a conversation, it may begin."""
+        wire.check_queue(number)
+        if number >= wire.CONVERSATIONS:
+            self.conversations.arrived(number)
+
+    def _took(self, status: int) -> bool:
+        """True if C code has taken a message; False if it was dropped: nobody waits for it, or there is no memory.
+
+        Raises:
+            wire.ProtocolError: the peer must not send it.
+        """
+        if status == Status.INVALID_PARAM:
+            raise wire.ProtocolError("it sends more than this side has granted")
+        return status == 0
+
+    def link_broke(self, status: int) -> None:
+        """See :class:`ucp._engine.tag_dispatch.TagSink`."""
+        self.share.fail(UCXError(status, "keeping the messages of a connection"))
 
     def _refuse(self, error: wire.ProtocolError) -> None:
         """Cuts off a peer that does not keep to the protocol."""
@@ -165,41 +204,62 @@ class Receiving:
 
     # ---- the short way ----
 
-    def take_ready(self, number: int, limit: int) -> bytes | None:
-        """Takes the first message of a tag queue if it is in memory of ours, and has at most ``limit`` bytes.
+    def take_ready(self, number: int, limit: int, bound: str = "") -> bytes | None:
+        """Takes the first message of a tag queue if it is in memory of ours. If none is there, looks for a small one.
 
-        If none is there, looks for a small one.
+        Args:
+            bound: what the limit is, in words; by default, the user's or the connection's ``max_size``.
+
+        Raises:
+            MessageTooLong: it has more than ``limit`` bytes; it was dropped.
+            MemoryError: there was no memory for it; it was dropped.
         """
-        queue = self.queues.get(number)
-        if queue is None:
+        length = lib.tu_link_receive(self.native.handle, number, limit, False)
+        if length == _EMPTY and self.engine.waiting.look():
+            length = lib.tu_link_receive(self.native.handle, number, limit, False)
+        if length >= 0:
+            data = self.taken(length)
+            self._links.settle()
+            return data
+        if length != _EMPTY and length != _ENDED:
+            self._links.settle()
+            bound = bound or ("max_message_size is" if limit == self.max_message_size else "max_size is")
+            raise self.lost_message(length, limit, bound)
+        return None
+
+    def look(self, number: int) -> bytes | None:
+        """Returns the first message of a tag queue, which stays; None if it is not in memory of ours."""
+        if self.native.handle is None:
             return None
-        packed = queue.packed
-        if packed is None:
-            message = queue.take_ready(limit)
-            if message is not None:
-                self.consumed(message)
-                self.queues.forget_if_idle(queue)
-                return message.contents
-            if not queue.empty or self.credit.stalled or not self.engine.waiting.look():
-                return None
-            packed = queue.packed
-            if packed is None:
-                return None
-        if packed.length > limit:
-            return None
-        data = packed.pop()
-        if not packed.remaining:
-            queue.next_packed()
-            if queue.packed is None and len(self.queues) > IDLE_QUEUES:
-                self.queues.forget_if_idle(queue)
-        amount = self.credit.consumed(packed.length)
-        if amount:
-            self._grant(amount)
-        return data
+        length = lib.tu_link_receive(self.native.handle, number, ANY_LENGTH, True)
+        return self.taken(length) if length >= 0 else None
+
+    def taken(self, length: int) -> bytes:
+        """Returns the bytes of a message that was taken, or looked at."""
+        if length <= _OUT:
+            return cast(bytes, ffi.buffer(lib.tu_links_taken(self._links.native), length)[:])
+        contents = new_bytes(length)
+        ffi.memmove(ffi.from_buffer("char[]", contents), lib.tu_links_taken(self._links.native), length)
+        return contents
+
+    def lost_message(self, verdict: int, limit: int, bound: str) -> Exception:
+        """Returns the error of a receive whose message was dropped.
+
+        Args:
+            bound: what the limit is, in words.
+        """
+        if verdict == _TOO_LONG:
+            return self.too_long(lib.tu_links_length(self._links.native), limit, bound)
+        error, self._unsaved = self._unsaved, None
+        return error or about(self.ending.origin, MemoryError("there is no memory for a message: it was dropped"))
+
+    def too_long(self, length: int, limit: int, bound: str) -> MessageTooLong:
+        text = f"a message of {length} bytes is too long, {bound} {limit}; it was dropped"
+        return about(self.ending.origin, MessageTooLong(length, limit, text))
 
     # ---- receives ----
 
-    def receive(self, number: int, want: Want, limit: int = 1 << 63) -> PendingReceive:
+    def receive(self, number: int, want: Want, limit: int = ANY_LENGTH) -> PendingReceive:
         """Queues a receive that has no buffer of the user's, and takes a message of at most ``limit`` bytes."""
         return self.wait(number, PendingReceive(self, want, None, limit))
 
@@ -219,25 +279,16 @@ class Receiving:
 
     def wait(self, number: int, receive: PendingReceive) -> PendingReceive:
         """Queues a receive, which may complete at once. (The caller has checked that the connection is open.)"""
-        queue = receive.queue = self.queues[number]
-        queue.wait(receive)
-        if receive.outcome is None:
-            self._end_unserved(queue)
-            if receive.outcome is None:
-                self.queues.awaited.add(queue)
-                self.found_empty(queue)
-        self.queues.forget_if_idle(queue)
+        self.number[0] = number
+        token = lib.tu_link_wait(self.native.handle, self.number, 1)
+        if token == ffi.NULL:
+            receive.release()
+            raise MemoryError("no memory to wait for a message")
+        receive.begin(number, token)
+        self._links.settle()
+        if number >= wire.CONVERSATIONS and number not in self.conversations.channels and receive.outcome is None:
+            receive.give_up(self.end_error(number))  # its channel was left while the receive looked for a message
         return receive
-
-    def take_begun(self) -> bytes | None:
-        """Takes the number of a conversation that the peer has begun, if there is one."""
-        queue = self.queues.get(wire.UNACCEPTED)
-        if queue is None or queue.packed is None:
-            return None
-        data = queue.packed.pop()
-        if not queue.packed.remaining:
-            queue.next_packed()
-        return data
 
     def receive_nowait(self, number: int, limit: int) -> bytes:
         """Takes the first message of a tag queue if it is there, and has at most ``limit`` bytes.
@@ -246,58 +297,45 @@ class Receiving:
             trio.WouldBlock: it is not.
             Others: the peer has gone; the message is too long.
         """
-        queue = self.queues.get(number)
-        if queue is None or (queue.packed is None and queue.ready_now() is None):
+        if not self.has_spare(number):
             self.engine.reap()
-            queue = self.queues.get(number)
-        if queue is not None and queue.packed is not None:
-            data = self.take_ready(number, limit)
-            if data is not None:
-                return data
-        if queue is None or queue.ready_now() is None:
-            if queue is None or not queue.messages:
-                error = self._end_error(queue)
-                if error is not None:
-                    self._raises(error)
-                    raise error
-                self._admit((number,))
-            raise trio.WouldBlock
-        return cast(bytes, self.receive(number, Want.BYTES, limit).result())
-
-    def next_piece(self) -> bytes | None:
-        """Takes what is there of the byte stream: one message, or packed messages all at once."""
-        queue = self.queues.get(wire.STREAM)
-        if queue is None:
-            return None
-        packed = queue.packed
-        if packed is None and not queue.messages:
-            return None
-        if packed is not None:
-            count, data = packed.remaining, packed.pop_all()
-            queue.next_packed()
-            amount = self.credit.consumed(packed.length, count)
-            if amount:
-                self._grant(amount)
+        data = self.take_ready(number, limit)
+        if data is not None:
             return data
-        if queue.ready_now() is None:
-            return None
-        return cast(bytes, self.receive(wire.STREAM, Want.BYTES).result())
+        queue = self.native.queue(number)
+        error = self._end_error(number) if queue is None or queue.messages == 0 else None
+        if error is not None:
+            self._raises(error)
+            raise error
+        raise trio.WouldBlock
 
-    def cancelled(self, queue: TagQueue) -> None:
-        """A receive has left a tag queue."""
-        self._end_unserved(queue)
-        self.queues.forget_if_idle(queue)
+    def next_piece(self, limit: int) -> bytes | None:
+        """Takes what is there of the byte stream, at most ``limit`` bytes: b"" at the end, None if nothing is."""
+        length = lib.tu_link_receive(self.native.handle, wire.STREAM, limit, False)
+        if length < 0:
+            return None
+        data = self.taken(length)
+        self._links.settle()
+        return data
 
     # ---- any of several tag queues ----
 
+    def has_spare(self, number: int) -> bool:
+        """True if a message is there for which no receive waits."""
+        queue = self.native.queue(number)
+        return queue is not None and queue.messages > queue.waiting
+
     def next_number(self, numbers: Collection[int] | None) -> int | None:
         """Returns the next tag queue, in turn, with a message that no receive waits for; None if none has one."""
+        if self.native.handle is None:
+            return None
         if numbers is None:
-            filled = self.queues.filled = {queue for queue in self.queues.filled if queue.unread}
-            queues = [queue for queue in filled if queue.number <= wire.MAX_TAG]
-        else:
-            queues = [queue for number in numbers if (queue := self.queues.get(number)) is not None]
-        ready = [queue.number for queue in queues if queue.has_spare]
+            found = lib.tu_link_next_filled(self.native.handle, self._served)
+            if found < 0:
+                return None
+            self._served = found
+            return found
+        ready = [number for number in numbers if self.has_spare(number)]
         if not ready:
             return None
         self._served = min((number for number in ready if number > self._served), default=min(ready))
@@ -309,7 +347,7 @@ class Receiving:
             return self._end_error(None)
         error: Exception | None = None
         for number in numbers:
-            error = self._end_error(self.queues.get(number))
+            error = self._end_error(number)
             if error is None:
                 return None
         return error
@@ -355,168 +393,154 @@ class Receiving:
         with self._awaiting(numbers), self.share.operations.watching(signal):
             yield
 
-    # ---- conversations ----
-
-    def _conversation_begun(self, number: int) -> None:
-        self.queues[wire.UNACCEPTED].packed_arrived(PackedMessages(1, 4, number.to_bytes(4, "little")))
-
-    # ---- grants ----
-
-    def _grant(self, amount: int) -> None:
-        self._sending.send_frame(wire.Grant(amount, self.credit.received))
-
-    def found_empty(self, queue: TagQueue) -> None:
-        """A receiver found the tag queue empty: if that is for want of credit, admits its next message."""
-        if not self.credit.stalled or queue.number == wire.UNACCEPTED:
-            return
-        amount, admit = self.credit.found_empty(queue)
-        if amount:
-            self._grant(amount)
-        if admit:
-            self._sending.send_frame(wire.Admit(queue.number, self.credit.received))
-
-    def _admit(self, numbers: Collection[int]) -> None:
-        if self.credit.stalled:
+    def _admit(self, numbers: Iterable[int]) -> None:
+        """A task waits in several tag queues: if they are empty for want of credit, admits their next messages."""
+        if self.native.handle is not None and self.native.counts.stalled:
             for number in numbers:
-                self.found_empty(self.queues[number])
+                lib.tu_link_receive(self.native.handle, number, 0, True)
+            self._links.settle()
 
-    def _admit_next(self, queue: TagQueue) -> None:
-        """Admits the next message of a tag queue if a receive waits there for which no message has arrived."""
-        if queue.lacks_messages:
-            self.found_empty(queue)
+    async def wait_conversation(self) -> int:
+        """Waits until the peer begins a conversation, and returns its number.
 
-    def peer_stalled(self, grants: int) -> None:
-        """STALLED arrived, sent after so many grants."""
-        granted = self.credit.peer_stalled(grants)
-        if granted:
-            self._grant(granted)
-        awaited = self.queues.awaited = {queue for queue in self.queues.awaited if queue.receives}
-        for queue in list(awaited):
-            self._admit_next(queue)
-        for numbers in self.any_waits:
-            self._admit(numbers)
+        Raises:
+            Exception: it will begin none.
+        """
+        conversations, waiting = self.conversations, self.engine.waiting
+        try:
+            error = conversations.begun_end()
+            if error is not None:
+                await waiting.schedule_point()
+                raise error
+            return cast(int, await conversations.waiters.wait(waiting.wait))
+        except (trio.BrokenResourceError, trio.EndOfChannel) as error:
+            self._raises(error)
+            raise
 
-    # ---- what the tag queues ask ----
+    # ---- transfers ----
 
-    def move(self, message: Message, receive: Receive | None) -> None:
-        """See :class:`_rules.tag_queue.Mover`."""
-        contents = None
-        if receive is None:
-            contents = new_bytes(message.length)
-            pins = Pinned(contents)
-        else:
-            assert isinstance(receive, PendingReceive) and receive.pins is not None
-            pins = receive.pins
-        verdict = self.port.receive(message.handle, pins)
-        if verdict == Status.NO_MEMORY:  # nothing has happened
-            if contents is not None:
-                pins.release()
-            raise MemoryError(str(UCXError(verdict, "receiving a message")))
-        message.handle = max(verdict, 0)
-        message.contents = contents
-        message.state = MessageState.READY if verdict == 0 else MessageState.MOVING
-        if verdict > 0:
-            self.engine.adopt(verdict, Transfer, self, verdict, message, pins)
-            self.engine.submit()
+    def _fetch(self, number: int, handle: int, length: int) -> None:
+        """Receives a message that UCX has into memory of C code, if it is there and no receive has begun that."""
+        if self.native.handle is None:
             return
-        if contents is not None:
-            pins.release()
-        if verdict < 0:
-            self.transfer_ended(message, verdict)
+        item = lib.tu_link_fetch(self.native.handle, number, handle, self._place)
+        if not item:
+            return
+        verdict = self.port.receive_at(handle, self._place[0], length)
+        if verdict == Status.NO_MEMORY:
+            lib.tu_link_leave_there(item)
+        else:
+            self.begin_transfer(item, number, length, None, verdict)
 
-    def transfer_ended(self, message: Message, status: int) -> None:
+    def begin_transfer(self, item: Any, number: int, length: int, receive: PendingReceive | None, verdict: int) -> None:
+        """UCX has begun to write a message to the buffer of a receive, or to memory of C code; or has done it."""
+        if verdict > 0:
+            self.engine.adopt(verdict, Transfer, self, verdict, item, number, length, receive)
+            self.engine.submit()
+        else:
+            self.transfer_ended(item, number, length, receive, verdict)
+
+    def transfer_ended(self, item: Any, number: int, length: int, receive: PendingReceive | None, status: int) -> None:
         """UCX has finished writing a message to memory, or will not."""
-        error: Exception | None = None
         if status == Status.NO_MEMORY:
             self.share.fail(UCXError(status, "receiving the next piece of a message"))  # the peer sends it once only
-        if status == Status.INVALID_PARAM and message.length > lib.TU_LONG:
+        if status == Status.INVALID_PARAM and length > lib.TU_LONG:
             self._refuse(wire.ProtocolError("it sent a piece of a long message that does not fit"))
-        queue = message.queue
-        if status != Status.OK:
-            doing = "receiving a message"
-            if status == Status.CANCELED and message in queue.messages:  # else we have given it up
-                self.life.broken_off = True
-                doing = "the peer aborted the connection in the middle of a message"
-            error = self.share.error_of(status, doing)
-        queue.moved(message, error)
-        if not self.life.closed:
-            self._end_unserved(queue)
-            self._admit_next(queue)
-            self.queues.forget_if_idle(queue)
-            if self.life.peer is Peer.CLOSING:
-                self._acknowledge()
-
-    def consumed(self, message: Message) -> None:
-        """See :class:`_rules.tag_queue.Mover`."""
-        if message.queue.number == wire.UNACCEPTED:
-            return  # it was no message of the peer's
-        amount = self.credit.consumed(message.length)
-        if amount:
-            self._grant(amount)
-
-    def dropped(self, message: Message) -> None:
-        """See :class:`_rules.tag_queue.Mover`."""
-        self._drops.append(wire.Dropped(message.queue.number, message.length))
-        self.report_drops()
-
-    def report_drops(self) -> None:
-        """Tells the sender of messages that were dropped; later, if there is no memory for that."""
-        while self._drops:
-            try:
-                self._sending.post_frame(self._drops[0])
-            except MemoryError:
-                return
-            self._drops.pop(0)
-
-    def discard(self, message: Message) -> None:
-        """See :class:`_rules.tag_queue.Mover`."""
-        self.port.discard(message.handle)
-
-    def give_up(self, message: Message) -> None:
-        """See :class:`_rules.tag_queue.Mover`."""
-        self.port.give_up(message.handle)
-
-    def detached(self, receive: Receive, detached: bool) -> None:
-        """See :class:`_rules.tag_queue.Mover`."""
-        if detached:
-            self.detached_receives.add(receive)
+        native = self.native.handle or ffi.NULL  # NULL: the message was dropped before
+        if status == Status.OK:
+            if lib.tu_link_moved(native, item):  # its receive has left
+                assert receive is not None
+                self.save(item, receive.copy)
         else:
-            self.detached_receives.discard(receive)
-            self.share.operations.changed()
+            if not lib.tu_item_is_dropped(item):
+                doing = "receiving a message"
+                if status == Status.CANCELED:  # and we have not given it up
+                    self.life.broken_off = True
+                    doing = "the peer aborted the connection in the middle of a message"
+                self.failures[number] = self.share.error_of(status, doing)
+            lib.tu_link_failed(native, item)
+        if receive is not None:
+            receive.transfer_ended()
+        self._links.settle()
+        if not self.life.closed and self.life.peer is Peer.CLOSING:
+            self._acknowledge()
+
+    def save(self, item: Any, copy: Callable[[], bytes]) -> None:
+        """Saves a message that lies in the buffer of a receive.
+
+        Args:
+            copy: copies it out of there.
+        """
+        data: Any = ffi.NULL
+        try:
+            data = copy()
+        except (RuntimeError, MemoryError) as error:
+            self._unsaved = error
+        lib.tu_link_save(self.native.handle, item, data)
+
+    def transferring(self) -> bool:
+        """True if messages are being written to memory."""
+        return any(not lib.tu_item_is_dropped(transfer.item) for transfer in self.transfers)
+
+    def give_up_dropped(self) -> None:
+        """Nobody will get some of the messages that are on their way: ends their receives, which may wait in vain."""
+        dropped = [transfer for transfer in self.transfers if lib.tu_item_is_dropped(transfer.item)]
+        for transfer in dropped:
+            self.port.give_up(transfer.id)
+            receive = transfer.receive
+            if receive is not None and receive.outcome is None:
+                receive.give_up(self.end_error(receive.number))
+        if dropped:
+            self.engine.submit()
 
     # ---- the end ----
 
-    def _end_error(self, queue: TagQueue | None) -> Exception | None:
+    def _end_error(self, number: int | None) -> Exception | None:
         """Returns the exception for a receive on an empty tag queue; None while a message may still come."""
         if not self.life.open:
             return trio.ClosedResourceError("this connection was closed")
-        if queue is not None and queue.failure is not None:
-            return self.share.problem() or queue.failure  # a new one: each raise makes the traceback longer
-        channel: ChannelState | None = None if queue is None else queue.channel
-        if queue is not None and queue.number >= wire.CONVERSATIONS and (channel is None or channel.left):
+        failure = None if number is None else self.failures.get(number)
+        if failure is not None:
+            return self.share.problem() or failure  # a new one: each raise makes the traceback longer
+        channel = None if number is None else self.conversations.channels.get(number)
+        if number is not None and number >= wire.CONVERSATIONS and channel is None:
             return trio.ClosedResourceError("this channel was closed")  # while the receive looked for a message
+        if channel is not None and channel.left:
+            return trio.ClosedResourceError("this channel was closed")
         if channel is not None and channel.peer_left:
             return channel.end()
         if self.life.receives is Answer.END:
             origin = self.ending.origin if channel is None else channel.origin
             return about(origin, trio.EndOfChannel("the peer closed the connection"))
-        if self.life.draining and self.share.error is None and (queue is None or queue.number < wire.CONVERSATIONS):
+        if self.life.draining and self.share.error is None and (number is None or number < wire.CONVERSATIONS):
             return about(self.ending.origin, trio.EndOfChannel("this server shuts down (Server.drain)"))
         return self.share.problem()
+
+    def end_error(self, number: int) -> Exception:
+        """Returns the exception for a receive that has ended without a message."""
+        error = self._end_error(number) or trio.ClosedResourceError("this connection was closed")
+        self._failed(error)
+        return error
 
     def drain(self) -> None:
         """From now on receives end where nothing has arrived."""
         self.life.draining = True
-        for queue in list(self.queues.values()):
-            self._end_unserved(queue)
+        self.native.answers(drains=True)
+        self._ended()
+
+    def _ended(self) -> None:
+        """Receives have ended."""
+        self.conversations.end_waits()
         self.share.operations.changed()
 
-    def _end_unserved(self, queue: TagQueue) -> None:
-        error = self._end_error(queue)
-        if error is not None and queue.fail_unserved(error):
-            self._failed(error)
+    def _channels_changed(self) -> None:
+        self.give_up_dropped()
+        self.receive_left()
+
+    def receive_left(self) -> None:
+        """Fewer receives wait somewhere: a message may be left for a task that waits in several tag queues."""
         if self.any_waits:
-            self.share.operations.changed()  # fewer receives wait there: a message may be left for another
+            self.share.operations.changed()
 
     def _raises(self, error: Exception) -> None:
         """A call raises this error."""
@@ -535,58 +559,79 @@ class Receiving:
             if not self.life.peer_closes and isinstance(cause, UCXError):
                 self.share.fail(cause)  # UCX has given up a message, and has not said that the endpoint failed
 
-    def transferring(self) -> bool:
-        """True if messages are being written to memory."""
-        return any(queue.moving for queue in self.queues.values())
-
     def lacks(self, sent: int) -> bool:
         """True if not all data are here of the messages that the peer has sent, so many of them."""
-        return self.credit.received < sent or self.transferring()
+        return self.native.counts.received < sent or self.transferring()
 
     def peer_ended(self, problem: Exception | None) -> None:
         """No message will arrive any more; ``problem``: the peer was lost."""
-        gives_up = problem is not None and self.transferring()
-        for queue in list(self.queues.values()):
-            if problem is None:
-                queue.drop_held()
-            else:
-                queue.lose(problem)
-            self._end_unserved(queue)
-            self.queues.forget_if_idle(queue)
-        if gives_up:
-            self.engine.submit()
+        if self.native.handle is None:
+            return
+        if problem is None:
+            lib.tu_link_forget_with_sender(self.native.handle)
+        else:
+            lib.tu_link_lose(self.native.handle)
+        self.native.answers(receives_end=True)
+        self._ended()
+        self.give_up_dropped()
 
     def end_waits(self, error: Exception) -> None:
         """Ends all receives, after an internal error. Never raises."""
         contained(self.conversations.connection_ended)
-        for queue in list(self.queues.values()):
-            if queue.receives:
-                for receive in list(queue.receives):
-                    contained(queue.give_up, receive, error)
-                contained(queue.close, error)
+        for receive in list(self.waiting):
+            contained(receive.give_up, error)
+        contained(self.conversations.waiters.fail, error)
 
     def stop(self, error: Exception) -> None:
         """The connection is about to close: ends all receives."""
         self.conversations.connection_ended()
-        for queue in self.queues.values():
-            for receive in list(queue.receives):
-                queue.give_up(receive, error)
+        for receive in list(self.waiting):
+            receive.give_up(error)
+        self.conversations.end_waits()
+        self._links.settle()
 
-    def close(self, error: Exception) -> None:
-        """The connection is closed: drops all messages."""
-        gives_up = self.transferring()
-        self.conversations.connection_ended()
-        self.queues.close(error)
-        if gives_up:
-            self.engine.submit()
+
+class ReadBuffer:
+    """What was received of a large piece of the byte stream, and not read."""
+
+    __slots__ = ("rest",)
+
+    def __init__(self) -> None:
+        self.rest: bytes | memoryview = b""
+
+    def take(self, max_bytes: int | None) -> bytes:
+        """Takes at most ``max_bytes``."""
+        rest = self.rest
+        if max_bytes is None or max_bytes >= len(rest):
+            data = bytes(rest)
+            self.rest = b""
+        else:
+            data = bytes(rest[:max_bytes])
+            self.rest = memoryview(rest)[max_bytes:]
+        return data
 
 
 class PendingReceive(Pending):
-    """A receive: a ``tag_queue.Receive``. Owns the user's buffer, if it has one, until it ends or is detached."""
+    """A receive that waits for its message. Owns the user's buffer, if it has one, and releases it at its end.
 
-    __slots__ = ("_receiving", "detached", "limit", "message", "pins", "queue", "want")
+    If it is cancelled while UCX writes to the buffer, it keeps the buffer until UCX is done.
+    """
 
-    queue: TagQueue
+    __slots__ = (
+        "_buffer",
+        "_fresh",
+        "_item",
+        "_length",
+        "_moving",
+        "_receiving",
+        "_token",
+        "limit",
+        "number",
+        "pins",
+        "want",
+    )
+
+    number: int
 
     def __init__(self, receiving: Receiving, want: Want, pins: Pinned | None, limit: int) -> None:
         super().__init__()
@@ -594,8 +639,22 @@ class PendingReceive(Pending):
         self.want = want
         self.pins = pins
         self.limit = limit
-        self.message: Message | None = None
-        self.detached = False
+        #: What it waits with.
+        self._token: Any = None
+        #: The message that is in its buffer, or on its way there, and its length.
+        self._item: Any = None
+        self._length = 0
+        self._moving = False
+        #: That buffer: the user's, or fresh memory.
+        self._buffer: Pinned | None = None
+        self._fresh: bytes | None = None
+
+    def begin(self, number: int, token: Any) -> None:
+        """It waits with this token."""
+        self.number = number
+        self._token = token
+        self._receiving.waiting[self] = None
+        self._receiving.engine.links.waiting[token] = self
 
     def accept(self, contents: bytes) -> None:
         """Takes a message that is there, without having waited.
@@ -604,62 +663,236 @@ class PendingReceive(Pending):
             RuntimeError: the device of the buffer failed.
         """
         try:
-            self.fill(contents)
+            if self.pins is not None:
+                self.pins.fill(memoryview(contents))
         finally:
             self.release()
 
+    # ---- its message ----
+
+    def due(self) -> None:
+        """It may go on."""
+        receiving = self._receiving
+        looks = self.want is Want.LENGTH or self.want is Want.SUITABLE
+        while self._token is not None:
+            if self._item is not None and not self._moving and not lib.tu_token_holds(self._token):
+                self._item = None  # the message was dropped
+            verdict = lib.tu_link_take(self._token, self.limit, looks, receiving.number)
+            if verdict == _EMPTY or (verdict == _BEGIN and not self._transfer()):
+                return
+            if verdict == _BEGIN:
+                continue
+            if verdict == _SAVE:
+                self._save(self._item)
+            elif verdict >= 0 and looks:
+                self._look(verdict)
+            elif verdict >= 0 and self._item is None and self.pins is None:  # the usual case
+                del receiving.waiting[self], receiving.engine.links.waiting[self._token]
+                self._token = None
+                self.finish(Value(receiving.taken(verdict)))
+            else:
+                self._over()
+                self._conclude(verdict)
+
+    def _transfer(self) -> bool:
+        """Begins the transfer of its message. Returns False if that goes on."""
+        receiving = self._receiving
+        links = receiving.engine.links.native
+        number, length = receiving.number[0], lib.tu_links_length(links)
+        if self.want is Want.LENGTH:
+            self._leave()
+            self._succeed(length)
+            return True
+        try:
+            if length > self.limit and number != wire.STREAM:
+                raise self._too_long(length)
+            self._choose_buffer(length)
+            assert self._buffer is not None
+            verdict = receiving.port.receive(lib.tu_links_handle(links), self._buffer)
+            if verdict == Status.NO_MEMORY:  # nothing has happened
+                raise MemoryError
+        except MessageTooLong as error:
+            lib.tu_link_drop(self._token, number)
+            self._over()
+            self._fail(error)
+            return True
+        except MemoryError:
+            stays = number == wire.STREAM
+            if stays:
+                self._leave()
+            else:
+                lib.tu_link_drop(self._token, number)
+                self._over()
+            fate = "it can be read again" if stays else "it was dropped"
+            self._fail(MemoryError(f"there is no memory for a message of {length} bytes: {fate}"))
+            return True
+        self._item, self._length, self._moving = lib.tu_link_begin(self._token, number), length, True
+        try:
+            receiving.begin_transfer(self._item, number, length, self, verdict)
+        except RuntimeError as error:  # UCX writes to the buffer, which is kept until it has done that
+            self.give_up(error)
+        return not self._moving
+
+    def _choose_buffer(self, length: int) -> None:
+        # A peer that dies may have written only part of a message that UCX has. A receive that waited for the rest
+        # would keep the user's buffer, so such a message is received into memory of ours, and copied.
+        if self.fits(length) and not self._receiving.is_whole(length):
+            self._buffer = self.pins
+        else:
+            self._fresh = new_bytes(length)
+            self._buffer = Pinned(self._fresh)
+
+    def transfer_ended(self) -> None:
+        """UCX has finished writing to its buffer."""
+        self._moving = False
+        if self._token is None:  # it was cancelled meanwhile
+            self._receiving.detached_receives.discard(self)
+            self.release()
+            self._receiving.share.operations.changed()
+
+    def _save(self, item: Any) -> None:
+        """The message in its buffer is another receive's."""
+        self._receiving.save(item, self.copy)
+        self._item = None
+
+    def copy(self) -> bytes:
+        """Copies the message out of its buffer.
+
+        Raises:
+            RuntimeError: the device of the buffer failed.
+            MemoryError: there is no memory for the copy.
+        """
+        assert self._buffer is not None
+        return self._fresh if self._fresh is not None else self._buffer.copy(self._length)
+
     def fits(self, length: int) -> bool:
+        """True if a message of this length may be written to the user's buffer at once."""
         return self.want is Want.INTO
 
     def look(self, contents: bytes | None) -> Exception | None:
-        if contents is not None:
-            self.fill(contents)
+        """Looks at a message (None: it is in the user's buffer). Returns the error to end with if it is not wanted."""
         return None
 
-    def fill(self, contents: bytes) -> None:
-        if self.pins is not None:
-            self.pins.fill(memoryview(contents))
+    def _look(self, length: int) -> None:
+        """The message is there, and stays unless it is wanted."""
+        receiving = self._receiving
+        if self.want is Want.LENGTH:
+            self._leave()
+            self._succeed(length)
+            return
+        in_place = self._item is not None and self._fresh is None
+        error: Exception | None = None
+        if length <= self.limit:  # else it will be dropped
+            try:
+                error = self.look(None if in_place else self._contents(length))
+            except Exception as failure:  # of the buffer's, which may have changed meanwhile
+                error = failure
+        if error is not None and in_place:
+            self._save(self._item)  # and look at all of it
+            return
+        if error is not None:
+            self._leave()
+            self._fail(error)
+            return
+        verdict = lib.tu_link_take(self._token, self.limit, False, receiving.number)
+        self._over()
+        if verdict < 0:
+            self._fail(receiving.lost_message(verdict, self.limit, self._bound()))
+        else:
+            self._succeed(length)
 
-    def save(self, length: int) -> bytes:
-        assert self.pins is not None
-        return self.pins.copy(length)
+    def _contents(self, length: int) -> bytes:
+        """The bytes of its message, if they are not in the user's buffer."""
+        return self._receiving.taken(length) if self._item is None else cast(bytes, self._fresh)
 
-    def succeed(self, value: Any) -> None:
+    def _conclude(self, verdict: int) -> None:
+        """Its token is over: it has got its message, or will get none."""
+        receiving = self._receiving
         try:
-            if self.pins is not None:
-                self.pins.release()
+            if verdict == _ENDED:
+                raise receiving.end_error(self.number)
+            if verdict < 0:
+                raise receiving.lost_message(verdict, self.limit, self._bound())
+            if self.want is not Want.INTO:
+                self._succeed(self._contents(verdict))
+                return
+            if self._item is None or self._fresh is not None:
+                assert self.pins is not None
+                self.pins.fill(memoryview(self._contents(verdict)))
+            self._succeed(verdict)
+        except Exception as error:
+            self._fail(error)
+
+    # ---- its end ----
+
+    def _over(self) -> None:
+        """C code has forgotten its token."""
+        token, self._token = self._token, None
+        self._receiving.waiting.pop(self, None)
+        self._receiving.engine.links.waiting.pop(token, None)
+
+    def _leave(self) -> None:
+        """It waits no more. Its message, if there is one, is the next receive's."""
+        token = self._token
+        if token is None:
+            return
+        item = lib.tu_token_holds(token)
+        if item:
+            self._save(item)
+        self._over()
+        lib.tu_link_leave(token)
+        if not self._moving:
+            self.release()
+        elif self._fresh is None:
+            self._receiving.detached_receives.add(self)
+        elif self.pins is not None:
+            self.pins.release()
+
+    def _succeed(self, value: Any) -> None:
+        try:
+            self.release()
         finally:
             self.finish(Value(value))
 
-    def fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         if isinstance(error, MemoryError):
             about(self._receiving.ending.origin, error)  # the peer's message is too long for this process
         try:
-            if not self.detached:
+            if not self._moving:
                 self.release()
         finally:
             self.finish(Error(error))
 
-    def fail_too_long(self, length: int) -> None:
+    def _bound(self) -> str:
+        """Returns what the limit is, in words."""
         if self.want in (Want.INTO, Want.COPY):
-            bound = "the buffer has"
-        elif self.limit == self._receiving.max_message_size:
-            bound = "max_message_size is"
-        else:
-            bound = "max_size is" if self.want is Want.BYTES else "the buffer has"
-        text = f"a message of {length} bytes is too long, {bound} {self.limit}; it was dropped"
-        self.fail(about(self._receiving.ending.origin, MessageTooLong(length, self.limit, text)))
+            return "the buffer has"
+        if self.limit == self._receiving.max_message_size:
+            return "max_message_size is"
+        return "max_size is" if self.want is Want.BYTES else "the buffer has"
+
+    def _too_long(self, length: int) -> MessageTooLong:
+        return self._receiving.too_long(length, self.limit, self._bound())
 
     def release(self) -> None:
+        """Releases the buffers."""
         if self.pins is not None:
             self.pins.release()
+        if self._buffer is not None and self._buffer is not self.pins:
+            self._buffer.release()
+
+    def give_up(self, error: Exception) -> None:
+        """Ends it with an error."""
+        self._leave()
+        self.finish(Error(error))
 
     def reported(self, error: BaseException) -> None:
         self._receiving.reported(error)
 
     def cancel(self) -> bool:
-        self.queue.cancel(self)
-        self._receiving.cancelled(self.queue)
+        self._leave()
+        self._receiving.engine.links.settle()
+        self._receiving.receive_left()
         return True
 
     def internal_error(self, error: BaseException) -> None:
@@ -681,7 +914,7 @@ class ReceiveTarget(Protocol):
         """Returns True if a message of this length may be written to ``pins``."""
 
     def look(self, contents: bytes | None) -> Exception | None:
-        """See :meth:`_rules.tag_queue.Receive.look`."""
+        """See :meth:`PendingReceive.look`. Copies the message to ``pins``, if it has some."""
 
 
 class ExactTarget:
@@ -725,33 +958,38 @@ class SuitableReceive(PendingReceive):
         error = self._target.look(contents)
         return None if error is None else about(self._receiving.ending.origin, error)
 
-    def succeed(self, value: Any) -> None:
-        super().succeed(self._target.value)
+    def _succeed(self, value: Any) -> None:
+        super()._succeed(self._target.value)
 
 
 class Transfer(Operation):
-    """A message on its way into memory; owns that memory if it is fresh. Else the receive owns the buffer."""
+    """A message on its way into memory: of a receive, which keeps it until the end, or of C code."""
 
-    __slots__ = ("_memory", "_message", "_receiving")
+    __slots__ = ("_length", "_number", "_receiving", "item", "receive")
 
-    def __init__(self, receiving: Receiving, id: int, message: Message, pins: Pinned) -> None:
-        super().__init__(receiving.engine, id, None, f"receiving {message.length} bytes from {receiving.share.label}")
+    def __init__(
+        self, receiving: Receiving, id: int, item: Any, number: int, length: int, receive: PendingReceive | None
+    ) -> None:
+        super().__init__(receiving.engine, id, None, f"receiving {length} bytes from {receiving.share.label}")
+        self.item = item
         self._receiving = receiving
-        self._message = message
-        self._memory = None if message.contents is None else pins
+        self._number = number
+        self._length = length
+        self.receive = receive
+        receiving.transfers[self] = None
+
+    def _ended(self, status: int) -> None:
+        del self._receiving.transfers[self]
+        self._receiving.transfer_ended(self.item, self._number, self._length, self.receive, status)
 
     def complete(self, status: int, length: int, tag: int) -> None:
         self.release()
-        if self._memory is not None:
-            self._memory.release()
         self.finish(Value(None))
-        self._receiving.transfer_ended(self._message, status)
+        self._ended(status)
 
     def worker_destroyed(self) -> None:
         super().worker_destroyed()
-        if self._memory is not None:
-            self._memory.release()
-        self._receiving.transfer_ended(self._message, Status.CANCELED)
+        self._ended(Status.CANCELED)
 
     def internal_error(self, error: BaseException) -> None:
         self._receiving.internal_error(error)

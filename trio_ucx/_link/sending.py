@@ -1,74 +1,81 @@
-"""Sending: messages, from the user's call to UCX. Owns the credit, the batch, and the tail of the byte stream.
+"""Sending: messages, from the user's call to UCX. Credit and batches are C code's (``_native/link``).
 
 A message goes one of three ways:
 
-* The short way (:meth:`Sending.send_short`): bytes below the rendezvous threshold are sent at once, or added to the
-  batch. No object is made for them.
+* The short way (:meth:`Sending.send_short`): C code sends bytes below the rendezvous threshold at once, or adds them to
+  the batch. No object is made for them.
 * At once: a :class:`SendOperation` pins the message and hands it to UCX.
 * Later: the same, after it has waited for credit.
 """
 
 from __future__ import annotations
 
-from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import trio
 from outcome import Error, Outcome, Value
 
+from .._native import ffi, lib
 from .._rules import byte_stream as stream
 from .._rules import wire
-from .._rules.batch import Batch
-from .._rules.credit import SendCredit
 from .._rules.life import Answer, Life
-from .._rules.tag_queue import Mover, TagQueue
-from .._rules.wire import SMALL_MESSAGE
 from .._util.contained import contained
 from ..ucp import Status
 from ..ucp._internal_api import (
-    DEFER_SECONDS,
     Buffer,
     Operation,
+    Pending,
     Pinned,
     UCXError,
     broken,
     is_short,
-    pending_send_of_bytes,
     pin,
 )
 from .message_port import MessagePort
+from .native import NativeLink
 
-#: The tag queue that batches are written to. No receive reads it: the peer takes each batch apart on arrival.
-_BATCHES = TagQueue(wire.BATCH, cast(Mover, None))
+_BATCHED, _WAITS, _ENDED = lib.TU_LINK_BATCHED, lib.TU_LINK_WAITS, lib.TU_LINK_ENDED
 
 
 class Sending:
-    """The sending half of a connection."""
+    """The sending half of a connection.
 
-    def __init__(self, port: MessagePort, life: Life, peer_window: int, threshold: int) -> None:
+    Args:
+        window: the peer's.
+        threshold: longer messages stay here until the peer receives them; 0: none do.
+    """
+
+    def __init__(self, port: MessagePort, life: Life, native: NativeLink, window: int, threshold: int) -> None:
         self.port = port
         self.share = port.share
         self.ending = self.share.ending
         self.engine = port.engine
         self.life = life
-        self.credit: SendCredit[SendOperation] = SendCredit(peer_window, threshold)
-        self.batch = Batch()
+        self.native = native
+        self.window = window
+        self.threshold = threshold
+        self._links = self.engine.links
         self.tail: stream.Tail[SendOperation] = stream.Tail()
+        #: The sends that wait for credit, in order.
+        self.waiting: dict[SendOperation, None] = {}
+        #: The waits for room.
+        self.rooms: set[Room] = set()
         #: What the peer says about the message that it dropped first.
         self.dropped = ""
-        self.bytes_sent = 0
         #: Messages that were given to UCX, and whose task was cancelled before UCX was done with them; or that failed.
         self.cancelled = 0
         self.failed = 0
-        #: Whether messages may be deferred: not if UCX would keep a batch here until the peer receives it, or split it.
-        self._defers = not self.credit.stays(wire.MAX_BATCH)
-        # When the last short message was sent, and how often the worker had made progress by then.
-        self._sent_at = 0.0
-        self._sent_count = 0
+        #: Returns why nothing can be sent to a tag queue, if so: set by the channels.
+        self.channel_problem: dict[int, Any] = {}
 
     def send_each(self) -> None:
         """Defers no message from now on."""
-        self._defers = False
+        lib.tu_link_send_each(self.native.handle)
+        self._links.settle()
+
+    def stays(self, size: int) -> bool:
+        """True if a message of this size stays here until the peer receives it."""
+        return 0 < self.threshold <= size
 
     # ---- whether ----
 
@@ -90,16 +97,15 @@ class Sending:
             self.ending.reported = True
             raise problem
 
-    def may_send(self, queue: TagQueue) -> bool:
-        """True if a small message could be sent while the connection is not over; if not, the peer is told."""
-        if self.credit.has_room(queue):
-            return True
-        self.report_stalled()
-        return False
+    async def wait_room(self, number: int) -> None:
+        """Waits until a small message could be sent, or would fail. Until then the peer knows that something waits."""
+        while not self.over and lib.tu_link_may_send(self.native.handle, number, 1) == _WAITS:
+            await self.engine.waiting.wait(Room(self, number))
+        self._links.settle()
 
     # ---- the short way ----
 
-    def send_short(self, queue: TagQueue, data: Buffer) -> SendOperation | bool:
+    def send_short(self, number: int, data: Buffer) -> SendOperation | bool:
         """Sends ``bytes`` below the rendezvous threshold, or a short buffer, if nothing is in the way.
 
         Returns:
@@ -111,45 +117,27 @@ class Sending:
                 return False
             data = bytes(data)
         size = len(data)
-        share = self.share
-        if share.handle is None or self.life.sends is not Answer.GOES_ON:
+        if 0 < self.threshold <= size or (number == wire.STREAM and self.tail.pieces):
             return False
-        if self.tail.pieces and queue.stream:
+        verdict = lib.tu_link_send(self.native.handle, number, data, size)
+        links = self._links
+        if verdict == _BATCHED:
+            if not links.deferred:
+                links.defer()
+            return True
+        if links.deferred:
+            links.settle()  # it may have sent the batch before
+        if verdict == 0:
+            return True
+        if verdict in (_WAITS, _ENDED):
             return False
-        batch = self.batch
-        small = size <= SMALL_MESSAGE
-        if not small and batch.parts:
-            self.send_batch()
-            if share.handle is None or self.life.sends is not Answer.GOES_ON:
-                return False
-        if not self.credit.take_short(queue, size):
-            return False
-        self.bytes_sent += size
-        if small:
-            defer = True
-            if not batch.parts:
-                # Does it closely follow another? Not where its sender waited for anything in between.
-                now = perf_counter()
-                count = self.engine.progress_count
-                defer = count == self._sent_count and now - self._sent_at < DEFER_SECONDS and self._defers
-                self._sent_at = now
-                self._sent_count = count
-                if defer:
-                    self.engine.batches.defer(self)
-            if defer:
-                full = batch.add(queue.written, data)
-                # Other tasks may run for long before the hook before Trio's waits looks.
-                if full or perf_counter() - self._sent_at > DEFER_SECONDS:
-                    self.send_batch()
-                return True
-        verdict = self.port.send_bytes(queue.written, data)
-        return True if verdict == 0 else self._keep(verdict, queue, data)
+        return self._keep(verdict, number, data)
 
     def expect_more(self) -> None:
         """A small message that is sent now is deferred: something closely follows it."""
-        self._sent_at, self._sent_count = perf_counter(), self.engine.progress_count
+        lib.tu_link_expect_more(self.native.handle)
 
-    def write_short(self, queue: TagQueue, data: memoryview) -> int:
+    def write_short(self, data: memoryview) -> int:
         """Sends the first bytes of a write on the byte stream, as many as can be sent without waiting.
 
         The bytes are copied: that costs less than to pin the buffer, and to wait for UCX. Of ``LARGE_WRITE`` bytes and
@@ -160,61 +148,41 @@ class Sending:
 
         Raises: what :meth:`send_short` raises.
         """
-        size = stream.small_piece(self.credit.window)
+        size = stream.small_piece(self.window)
         written = 0
         while written < len(data) < stream.LARGE_WRITE:
             piece = bytes(data[written : written + size])
-            if not self.send_short(queue, piece):
+            if not self.send_short(wire.STREAM, piece):
                 break
             written += len(piece)
         return written
 
-    def _keep(self, verdict: int, queue: TagQueue, data: bytes) -> SendOperation:
-        """UCX has not taken a message, or a batch, at once: it needs it for a while, or refuses it."""
+    def _keep(self, verdict: int, number: int, data: bytes) -> SendOperation:
+        """UCX has not taken a message at once: it needs it for a while, or refuses it."""
         if verdict < 0:
+            self._links.settle()
             error = self.share.error_of(verdict, "sending a message")
-            if queue is _BATCHES:
-                self.failed += 1  # the senders of its messages have gone on
-            else:
-                self.bytes_sent -= len(data)
-                self.refused(queue, len(data), error)
+            self.refused(error)
             raise error
         try:
-            send = self.engine.adopt(verdict, self._send_begun, queue, data, verdict)
+            send = self.engine.adopt(verdict, self._send_begun, number, data, verdict)
         except Exception:
             self.failed += 1
-            if queue is not _BATCHES:
-                self.ending.reported = True
+            self.ending.reported = True
             raise
         self.engine.submit()
         return send
 
-    def _send_begun(self, queue: TagQueue, data: bytes, id: int) -> SendOperation:
-        send = SendOperation(self, queue, Pinned(data))
+    def _send_begun(self, number: int, data: bytes, id: int) -> SendOperation:
+        send = SendOperation(self, number, Pinned(data))
         send.posted(id)
         return send
 
-    def send_batch(self) -> None:
-        """See :class:`ucp._engine.batches.DeferredBatch`."""
-        if not self.batch.parts:
-            return
-        share = self.share
-        try:
-            parts = self.batch.take()
-            if share.handle is None:
-                return
-            self.engine.counters["batches"] += 1
-            data = b"".join(parts)
-            verdict = self.port.send_bytes(wire.BATCH, data)
-            if verdict:
-                self._keep(verdict, _BATCHES, data)
-        except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError) as error:
-            if share.error is None:
-                share.fail(error if isinstance(error, UCXError) else UCXError(Status.IO_ERROR, str(error)))
-            self.engine.reap_soon()
-        except Exception as error:  # the sends of these messages have returned already
-            self.internal_error(error)
-            self.engine.reap_soon()
+    def flush(self) -> None:
+        """Sends the batch."""
+        if self.native.handle is not None:
+            lib.tu_link_flush(self.native.handle)
+            self._links.settle()
 
     def internal_error(self, error: BaseException) -> None:
         """An exception in our own code: the connection ends. Never raises."""
@@ -222,7 +190,7 @@ class Sending:
 
     # ---- the other ways ----
 
-    def send(self, queue: TagQueue, data: Buffer) -> SendOperation | None:
+    def send(self, number: int, data: Buffer) -> SendOperation | None:
         """Sends a message now, or as soon as there is credit. Returns None when UCX has taken it already.
 
         Raises:
@@ -230,92 +198,43 @@ class Sending:
             TypeError, ValueError: not a buffer that can be sent.
             MemoryError: there is no memory for it; nothing was sent.
         """
-        if self.batch.parts:
-            self.send_batch()
-        self.check()
-        send = SendOperation(self, queue, pin(self.engine, data))
-        if self.credit.take(queue, send.size):
-            return send.post()
-        self.credit.wait(send)
-        self.report_stalled()
-        return send
+        return self._send(number, data, waits=True)
 
-    def send_nowait(self, queue: TagQueue, data: Buffer) -> None:
+    def send_nowait(self, number: int, data: Buffer) -> None:
         """Sends a message now.
 
         Raises:
             trio.WouldBlock: there is no credit.
             Others: as for :meth:`send`.
         """
-        if self.batch.parts:
-            self.send_batch()
+        self._send(number, data, waits=False)
+
+    def _send(self, number: int, data: Buffer, *, waits: bool) -> SendOperation | None:
         self.check()
-        send = SendOperation(self, queue, pin(self.engine, data))
-        if not self.credit.take(queue, send.size):
+        send = SendOperation(self, number, pin(self.engine, data))
+        verdict = lib.tu_link_may_send(self.native.handle, number, send.size)
+        self._links.settle()
+        if verdict == 0:
+            return send.post()
+        try:
+            if verdict == _WAITS and waits:
+                return send.wait_for_credit()
+            if verdict == _WAITS:
+                raise trio.WouldBlock
+            raise send.problem(verdict)
+        except BaseException:
             send.release_unsent()
-            self.report_stalled()
-            raise trio.WouldBlock
-        send.post()
+            raise
 
-    def send_waiting(self) -> None:
-        """Sends what has waited for credit and may be sent now."""
-        if self.credit.waiting and self.batch.parts:
-            self.send_batch()
-        while (send := self.credit.next_ready()) is not None:
-            send.post_late()
-        self.share.operations.changed()
-        if self.credit.waiting:
-            self.report_stalled()
+    def send_frame(self, frame: wire.Frame, *, later: bool = False) -> None:
+        """Sends a control frame, which costs no credit; ``later``: with the batch, if it can be. Never raises."""
+        if self.native.handle is not None:
+            data = wire.encode_frame(frame)
+            lib.tu_link_send_frame(self.native.handle, data, len(data), later)
+            self._links.settle()
 
-    def report_stalled(self) -> None:
-        if self.credit.must_report():
-            self.send_frame(wire.Stalled(self.credit.grants))
-
-    def send_frame(self, frame: wire.Frame) -> None:
-        """Sends a control frame, which costs no credit. Never raises."""
-        try:
-            self.post_frame(frame)
-        except Exception as error:  # else a peer that waits for this frame would wait for ever
-            self.internal_error(error)
-
-    def add_frame(self, frame: wire.Frame) -> None:
-        """Sends a control frame that nobody waits for, with what is sent before the task waits. Never raises."""
-        try:
-            batch = self.batch
-            if self.share.handle is None or not self._defers:
-                self.post_frame(frame)
-                return
-            if not batch.parts:
-                self.engine.batches.defer(self)
-            if batch.add(wire.CONTROL, wire.encode_frame(frame)):
-                self.send_batch()
-        except Exception as error:  # as in send_frame
-            self.internal_error(error)
-
-    def post_frame(self, frame: wire.Frame) -> None:
-        """Sends a control frame; raises MemoryError instead of ending the connection.
-
-        Raises:
-            MemoryError: there is no memory for it; it was not sent.
-        """
-        share = self.share
-        if share.handle is not None and self.batch.parts:
-            self.send_batch()
-        if share.handle is None:
-            return
-        data = wire.encode_frame(frame)
-        try:
-            verdict = self.port.send_bytes(wire.CONTROL, data)
-            if verdict < 0:
-                raise share.error_of(verdict, "sending a message")
-            if verdict:
-                pending_send_of_bytes(self.engine, verdict, data, "sending a message", share)
-        except (trio.BrokenResourceError, trio.ClosedResourceError, UCXError):
-            pass  # the failure of the connection is reported elsewhere
-
-    def refused(self, queue: TagQueue, size: int, error: Exception) -> None:
-        """UCX has taken nothing of the message that was charged last; its task is told."""
-        self.credit.take_back(queue, size)
+    def refused(self, error: Exception) -> None:
+        """UCX has not taken a message; its task is told."""
         if isinstance(error, trio.BrokenResourceError):
             self.ending.reported = True
 
@@ -328,17 +247,18 @@ class Sending:
         """True if GOODBYE may be sent: what is still in flight was cancelled, or is lost."""
         if self.problem() is not None:
             return True
-        if self.credit.waiting:
+        if self.waiting:
             return False
         spare = self.tail.spare()
-        return all(send.cancelled and (not send.queue.stream or send in spare) for send in self._in_flight())
+        return all(send.cancelled and (send.number != wire.STREAM or send in spare) for send in self._in_flight())
 
-    def withdraw(self, queue: TagQueue, error: Exception) -> None:
+    def withdraw(self, number: int, error: Exception) -> None:
         """Ends the sends of a tag queue that wait for credit, or for room in it."""
-        if queue.waiting_sends:
-            for send in list(queue.waiting_sends):
-                send.withdraw(error)
-            self.send_waiting()
+        for send in [one for one in self.waiting if one.number == number]:
+            send.withdraw(error)
+        for room in [one for one in self.rooms if one.number == number]:
+            room.due()
+        self._links.settle()
 
     def dropped_there(self, queue: int, length: int) -> None:
         """DROPPED arrived: the peer could not receive a message."""
@@ -355,40 +275,49 @@ class Sending:
             if send.outcome is None and not send.detached:
                 send.finish(Error(problem))  # it waits for the peer to ask for it
                 send.detach()
-        for send in list(self.credit.waiting):
+        for send in list(self.waiting):
             send.withdraw(problem)
-        self.send_waiting()
+        self.native.answers(sends_end=True)
+        self.share.operations.changed()
 
     def end_waits(self, error: Exception) -> None:
         """Ends the sends that wait for credit, after an internal error. Never raises."""
-        for send in list(self.credit.waiting):
+        for send in list(self.waiting):
             contained(send.withdraw, error)
 
     @property
     def undelivered(self) -> bool:
         """True if something that was sent, and not cancelled, may not have reached the peer."""
-        return bool(self.credit.waiting) or self.life.undelivered(self.credit.sent, self.cancelled, self.failed)
+        return bool(self.waiting) or self.life.undelivered(self.native.counts.sent, self.cancelled, self.failed)
 
 
 class SendOperation(Operation):
     """A message on its way out: it waits for credit, then for UCX. Owns its buffer all the time."""
 
-    __slots__ = ("cancelled", "queue", "sending", "size")
+    __slots__ = ("_token", "cancelled", "number", "sending", "size")
 
-    def __init__(self, sending: Sending, queue: TagQueue, pins: Pinned) -> None:
+    def __init__(self, sending: Sending, number: int, pins: Pinned) -> None:
         super().__init__(sending.engine, 0, pins, "sending a message", sending.share)
         self.sending = sending
-        self.queue = queue
+        #: The tag queue, by the number that this side reads.
+        self.number = number
         self.size = pins.size
         #: Whether its task was cancelled, so that nobody misses it if it does not arrive.
         self.cancelled = False
+        #: What it waits with for credit.
+        self._token: Any = None
 
     @property
     def waits_for_credit(self) -> bool:
         return not self.id and self.outcome is None
 
+    @property
+    def written(self) -> int:
+        """The number of the tag queue that it writes to."""
+        return wire.other_direction(self.number)
+
     def post(self) -> SendOperation | None:
-        """Gives the message, which was charged last, to UCX. Returns None when UCX has taken it.
+        """Gives the message to UCX. Returns None when UCX has taken it.
 
         Raises:
             trio.BrokenResourceError, UCXError, MemoryError: it cannot be sent; its buffer and its credit are released.
@@ -400,45 +329,94 @@ class SendOperation(Operation):
             if problem is not None:
                 raise problem
             assert self.pins is not None
-            verdict = sending.port.send(self.queue.written, self.pins)
+            verdict = sending.port.send(self.written, self.pins)
             if verdict < 0:
                 raise share.error_of(verdict, self.doing)
         except Exception as error:
             self.release_unsent()
-            sending.refused(self.queue, self.size, error)
+            self._leave()
+            sending.refused(error)
             raise
-        sending.bytes_sent += self.size
-        stays = verdict > 0 and sending.credit.stays(self.size)
-        if not stays and self.queue.stream:
+        if self._token is None:
+            lib.tu_link_was_sent(sending.native.handle, self.number, self.size)
+        else:
+            del sending.waiting[self], sending.engine.links.waiting[self._token]
+            token, self._token = self._token, None
+            lib.tu_token_was_sent(token, self.size)
+        stays = verdict > 0 and sending.stays(self.size)
+        in_stream = self.number == wire.STREAM
+        if not stays and in_stream:
             sending.tail.clear()
         if verdict == 0:
             self.release_unsent()
             return None
         sending.engine.adopt(verdict, self.posted, verdict)
-        if stays and self.queue.stream:
+        if stays and in_stream:
             sending.tail.add(self)
         sending.engine.submit()
         return self
 
-    def post_late(self) -> None:
-        """Posts a send that has waited for credit. Its outcome tells its task of an error."""
+    def wait_for_credit(self) -> SendOperation:
+        """Waits for credit, in its turn.
+
+        Raises:
+            MemoryError: there is no memory for it.
+        """
+        token = lib.tu_link_wait_send(self.sending.native.handle, self.number, self.size)
+        if token == ffi.NULL:
+            raise MemoryError("no memory to wait for credit")
+        self._token = token
+        self.sending.waiting[self] = None
+        self.sending.engine.links.waiting[token] = self
+        self.sending.engine.links.settle()
+        return self
+
+    def due(self) -> None:
+        """It may be sent, or will never be. Its outcome tells its task of an error."""
+        verdict = lib.tu_token_may_send(self._token)
+        if verdict == _WAITS or (verdict == _ENDED and self._channel_problem() is None):
+            return  # if the connection has ended, fail_all follows, which knows why
         try:
+            if verdict != 0:
+                raise self.problem(verdict)
             if self.post() is None:
                 self.finish(Value(None))
         except Exception as error:
+            self.release_unsent()
+            self._leave()
             self.finish(Error(error))
-            if self.queue.stream:
-                self.sending.withdraw(self.queue, error)  # else there would be a hole
+            if self.number == wire.STREAM:
+                self.sending.withdraw(self.number, error)  # else there would be a hole
+        self.sending.share.operations.changed()
+
+    def problem(self, verdict: int) -> Exception:
+        """Returns why it cannot be sent."""
+        sending = self.sending
+        if verdict != _ENDED:
+            return sending.share.error_of(verdict, self.doing)
+        return self._channel_problem() or sending.problem() or trio.ClosedResourceError("this connection was closed")
+
+    def _channel_problem(self) -> Exception | None:
+        channel = self.sending.channel_problem.get(self.number)
+        return None if channel is None else channel()
 
     def release_unsent(self) -> None:
         """Releases the buffer, which UCX has not got, or does not need any more."""
         if self.pins is not None:
             self.pins.release()
 
+    def _leave(self) -> None:
+        """Waits for credit no more, if it does."""
+        token, self._token = self._token, None
+        if token is not None:
+            self.sending.waiting.pop(self, None)
+            self.sending.engine.links.waiting.pop(token, None)
+            lib.tu_link_leave_send(token)
+
     def withdraw(self, error: Exception) -> None:
         """Ends it while it waits for credit."""
         try:
-            self.sending.credit.withdraw(self)
+            self._leave()
             self.release_unsent()
         finally:
             self.finish(Error(error))
@@ -469,7 +447,39 @@ class SendOperation(Operation):
             self.cancelled = True
             self.detach()
         else:
-            self.sending.credit.withdraw(self)
+            self._leave()
             self.release_unsent()
-            self.sending.send_waiting()  # it may have been in others' way
+            self.sending.engine.links.settle()  # it may have been in others' way
         return True
+
+
+class Room(Pending):
+    """A wait until a small message could be sent."""
+
+    __slots__ = ("_sending", "_token", "number")
+
+    def __init__(self, sending: Sending, number: int) -> None:
+        super().__init__()
+        self._sending = sending
+        self.number = number
+        self._token = lib.tu_link_wait_send(sending.native.handle, number, 1)
+        if self._token == ffi.NULL:
+            raise MemoryError("no memory to wait for credit")
+        sending.rooms.add(self)
+        sending.engine.links.waiting[self._token] = self
+        sending.engine.links.settle()
+
+    def due(self) -> None:
+        self.cancel()
+        self.finish(Value(None))
+
+    def cancel(self) -> bool:
+        links = self._sending.engine.links
+        self._sending.rooms.discard(self)
+        if links.waiting.pop(self._token, None) is not None:
+            lib.tu_link_leave_send(self._token)
+            links.settle()
+        return True
+
+    def internal_error(self, error: BaseException) -> None:
+        self._sending.internal_error(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 
 from .._link import ChannelState, Link
@@ -25,6 +26,10 @@ def queue_name(queue: int, *, sent: bool = False) -> str:
         opened_by_sender = queue < wire.ANSWERS
         return f"conversation {number} (opened {'here' if opened_by_sender == sent else 'by the peer'})"
     return f"tag {queue}"
+
+
+def is_stream(queue: int) -> bool:
+    return queue == wire.STREAM
 
 
 def _names(queues: Iterable[int], *, sent: bool = False) -> str:
@@ -88,26 +93,25 @@ def of_channel(channel: ChannelState, user: TaskPlace) -> Iterator[str]:
 
 
 def _of_messages(link: Link, sends: list[SendOperation]) -> Iterator[str]:
-    credit = link.sending.credit
+    native, sending = link.native, link.sending
+    credit = native.counts.credit
     waiting = [send for send in sends if send.waits_for_credit]
     if waiting:
         yield (
             f"{counted(len(waiting), 'send')} ({sum(send.size for send in waiting)} bytes) on "
-            f"{_names((send.queue.written for send in waiting), sent=True)} wait for credit: the peer has "
-            f"{credit.window - credit.credit} bytes unread, its window is {credit.window}; the peer must receive"
+            f"{_names((send.written for send in waiting), sent=True)} wait for credit: the peer has "
+            f"{sending.window - credit} bytes unread, its window is {sending.window}; the peer must receive"
         )
-    queues = dict(link.receiving.queues)
-    begun = queues.get(wire.UNACCEPTED)
-    untaken = sum(not one.accepted for one in link.receiving.conversations.all())
-    if untaken and (begun is None or not begun.receives):
+    queues = native.queues() if link.engine.run.thread == threading.get_ident() else []
+    conversations = link.receiving.conversations
+    untaken = sum(not one.accepted for one in conversations.all())
+    if untaken and not conversations.waiters:
         yield f"no task accepts {counted(untaken, 'conversation')} of the peer's (Connection.conversations)"
-    others = (begun, queues.get(link.owner.queue) if link.owner is not None else None)
-    unread = [queue for queue in queues.values() if queue.held[0] and not queue.receives and queue not in others]
-    empty = [
-        one.number for one in queues.values() if one.receives and not one.held[0] and one.number <= wire.UNACCEPTED
-    ]
-    large = [send.queue.written for send in sends if not send.waits_for_credit and credit.stays(send.size)]
-    offered = [queue.number for queue in unread if any(message.with_sender for message in list(queue.messages))]
+    owners = link.owner.queue if link.owner is not None else -1
+    unread = [queue for queue in queues if queue.messages and not queue.waiting and queue.number != owners]
+    empty = [one.number for one in queues if one.waiting and not one.messages and one.number < wire.CONVERSATIONS]
+    large = [send.written for send in sends if not send.waits_for_credit and sending.stays(send.size)]
+    offered = [queue.number for queue in unread if queue.with_sender]
     if large and offered:
         yield (
             f"both sides send large messages, on {_names(large, sent=True)} here and {_names(offered)} there, and each "
@@ -117,8 +121,8 @@ def _of_messages(link: Link, sends: list[SendOperation]) -> Iterator[str]:
     if large:
         yield f"the peer has not received {counted(len(large), 'large message')} on {_names(large, sent=True)}"
     if unread:
-        messages = counted(sum(queue.held[0] for queue in unread), "message")
+        messages = counted(sum(queue.messages for queue in unread), "message")
         cause = f"no task receives {messages} on {_names(queue.number for queue in unread)}"
         if empty:
             cause += f", while a task waits on {_names(empty)}, which is empty: a wrong tag?"
-        yield cause + ("; the peer has more to send, and no credit left" if link.receiving.credit.stalled else "")
+        yield cause + ("; the peer has more to send, and no credit left" if native.counts.stalled else "")

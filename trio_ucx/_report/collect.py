@@ -18,10 +18,9 @@ from .._connection import Connection
 from .._handshake.client import Connector
 from .._handshake.handshake import Handshake
 from .._handshake.server import Acceptor
-from .._link import ChannelState, Link
+from .._link import ChannelState, Link, QueueFigures
 from .._link.sending import SendOperation
 from .._rules.life import Peer
-from .._rules.tag_queue import TagQueue
 from .._version import SOFTWARE
 from ..ucp import ActiveMessages
 from ..ucp._internal_api import ArmingState, EndpointCore, Engine, ListenerCore, Operation, endpoints_of, engines
@@ -189,7 +188,7 @@ class _Collector:
         if operation.outcome is not None and not operation.detached:
             return None
         if isinstance(operation, SendOperation):
-            size, queue = operation.size, operation.queue.written
+            size, queue = operation.size, operation.written
             stage = "waits for credit" if operation.waits_for_credit else "with UCX"
             what = f"sending {size} bytes on {causes.queue_name(queue, sent=True)}, {stage}"
             return self.wait(operation, what, tag=queue, bytes=size, stage=stage)
@@ -218,11 +217,16 @@ class _Collector:
     # ---- connections ----
 
     def connection(self, link: Link) -> Item:
-        sent, received = link.sending.credit, link.receiving.credit
+        is_ours = link.engine.run.thread == self.thread  # else C code may change them meanwhile
+        queues = link.native.queues() if is_ours else []
+        counts = link.native.counts
+        credit, unread, stalled = counts.credit, counts.unread, counts.stalled
         peer = _PEERS.get(link.life.peer, "closed by the peer")
         state = "closing" if link.life.closing else peer
-        operations: list[Operation] = [*sent.waiting, *link.share.operations.in_order()]
-        items = each("a tag", lambda queue: self.tag(link, queue), link.receiving.queues.values())
+        operations: list[Operation] = [*link.sending.waiting, *link.share.operations.in_order()]
+        items = each("a tag", lambda queue: self.tag(link, queue), queues)
+        if waiting := self.waiting_tasks(link.receiving.conversations.waiters._queue):
+            items.append(item("{queue}: empty; the peer may still send", items=waiting, queue="conversations"))
         items += each("a channel", self.channel, link.receiving.conversations.all())
         items += each("an operation", self.operation, operations)
         items += self.waiting_tasks(link.share.operations._watchers)
@@ -243,24 +247,25 @@ class _Collector:
             remote_address=link.remote_address,
             state=state,
             seconds=self.now - link.opened_at,
-            credit=sent.credit,
-            peer_window=sent.window,
-            unread=received.unread,
-            window=received.window,
-            peer_lacks_credit=received.stalled,
+            credit=credit,
+            peer_window=link.sending.window,
+            unread=unread,
+            window=link.window,
+            peer_lacks_credit=stalled,
             close_timeout=link.closing._timeout,
         )
 
-    def tag(self, link: Link, queue: TagQueue) -> Item | None:
-        count, size = queue.held
-        if queue.stream:
-            size += len(link.receiving.stream._rest or b"")
-        if not (size or count or queue.receives):
+    def tag(self, link: Link, queue: QueueFigures) -> Item | None:
+        count, size = queue.messages, queue.bytes
+        if causes.is_stream(queue.number):
+            size += len(link.receiving.stream.rest)
+        if not (size or count or queue.waiting):
             return None
         text = "{queue}: messages that nobody has received: {messages} ({bytes} bytes)"
-        if queue.receives and not count:
+        if queue.waiting and not count:
             text = "{queue}: empty; the peer may still send"
-        receives = each("a receive", self.wait, queue.receives)
+        waiting = [one for one in list(link.receiving.waiting) if one.number == queue.number]
+        receives = each("a receive", self.wait, waiting)
         name = causes.queue_name(queue.number)
         return item(text, items=receives, queue=name, tag=queue.number, messages=count, bytes=size)
 

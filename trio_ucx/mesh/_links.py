@@ -87,8 +87,7 @@ class RankConnection:
 
     def has_message(self, tag: int) -> bool:
         """True if a message with this tag has arrived that no receive waits for."""
-        queue = None if self.connection is None else self.connection._link.queues.get(tag)
-        return queue is not None and queue.has_spare
+        return self.connection is not None and self.connection._link.receiving.has_spare(tag)
 
     def ended(self, tag: int) -> Exception | None:
         """Returns why no message with this tag will arrive; None if one may."""
@@ -106,7 +105,7 @@ class RankConnection:
         """The next message of collectives, which is not taken; None if it is not there."""
         if self.pending or self.channel is None:
             return self.pending[0] if self.pending else None
-        return self.channel._state.queue.first
+        return self.channel._first()
 
     def take(self) -> bytes | None:
         """Takes the next message of collectives if it is there; see :meth:`Receiving.take_ready`."""

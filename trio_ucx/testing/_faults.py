@@ -14,7 +14,7 @@ from functools import partial
 import trio
 
 from .. import Connection, UCXError
-from .._link import Link, MessagePort
+from .._link import Link, MessagePort, divert
 from .._native import lib
 from .._util.arguments import ALL_BITS, check_integer, check_timeout
 from ..ucp import Status
@@ -22,9 +22,9 @@ from ..ucp._internal_api import Pinned, pending_send_of_bytes
 
 
 class FaultyPort(MessagePort):
-    """Drops messages, or passes them on later."""
+    """Drops messages, or passes them on later. C code gives it what it sends itself (``tu_link_divert``)."""
 
-    __slots__ = ("_late", "_link", "delay", "left")
+    __slots__ = ("_context", "_late", "_link", "delay", "left")
 
     def __init__(self, link: Link) -> None:
         super().__init__(link.share, link.peer_id)
@@ -35,21 +35,23 @@ class FaultyPort(MessagePort):
         self.delay = 0.0
         #: What sends the late messages, in order, and when.
         self._late: deque[tuple[float, Callable[[], None]]] = deque()
+        self._context = divert(link.native, self.send_bytes)
 
     @property
     def faulty(self) -> bool:
         return self.left < math.inf or self._is_late()
 
     def send_bytes(self, queue: int, data: bytes) -> int:
+        """Sends what C code would have sent."""
         if self._drops(len(data)):
             return 0
         if not self._is_late():
-            return super().send_bytes(queue, data)
+            return self._pass_on(queue, data)
         self._send_later(partial(self._post_bytes, queue, data))
         return 0
 
     def send(self, queue: int, pins: Pinned) -> int:
-        stays = self._link.sending.credit.stays(pins.size) or pins.memory > lib.TU_MEMORY_HOST
+        stays = self._link.sending.stays(pins.size) or pins.memory > lib.TU_MEMORY_HOST
         if self._drops(pins.size):
             return self._wait_for_ever() if stays else 0
         if not self._is_late():
@@ -72,6 +74,14 @@ class FaultyPort(MessagePort):
     def _wait_for_ever(self) -> int:
         """An operation that ends only when it is cancelled, as the end of the Connection does."""
         return lib.tu_tag_wait(self.engine.handle, secrets.randbits(63), ALL_BITS)  # a tag that nobody uses
+
+    def _pass_on(self, queue: int, data: bytes) -> int:
+        """Hands bytes to UCX, which may keep a copy of them."""
+        verdict = lib.tu_tag_send_one(self.share.handle, data, len(data), lib.TU_MEMORY_HOST, self._prefix | queue)
+        if verdict > 0:
+            pending_send_of_bytes(self.engine, verdict, data, "sending a message with faults", self.share)
+            return 0
+        return verdict
 
     # ---- late messages ----
 
@@ -96,10 +106,8 @@ class FaultyPort(MessagePort):
                 self.engine.submit()
 
     def _post_bytes(self, queue: int, data: bytes) -> None:
-        verdict = super().send_bytes(queue, data)
-        if verdict > 0:
-            pending_send_of_bytes(self.engine, verdict, data, "sending a message that was delayed")
-        elif verdict < 0:
+        verdict = self._pass_on(queue, data)
+        if verdict < 0:
             self.share.fail(UCXError(Status(verdict), "sending a message that was delayed"))
 
     def _post(self, placeholder: int, queue: int, pins: Pinned) -> None:

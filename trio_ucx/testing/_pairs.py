@@ -68,7 +68,7 @@ async def open_clogged_pair(
                 try:
                     while True:
                         link = connection._link
-                        link.sending.send_nowait(link.queues[wire.STREAM], bytes(size))
+                        link.sending.send_nowait(wire.STREAM, bytes(size))
                 except trio.WouldBlock:
                     pass
         yield pair

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ._connecting import connect_shared
 from ._endpoint import close_in_background
-from ._engine.arming import DEFER_SECONDS, ArmingState
+from ._engine.arming import ArmingState
 from ._engine.ending import CloseState, Ending, internal_failure
 from ._engine.endpoint_core import EndpointCore, endpoints_of
 from ._engine.endpoints_to_worker import EndpointsToWorker, EndpointSummary
@@ -83,7 +83,6 @@ __all__ = [
     "close_in_background",  # goes on with a close whose task was cancelled
     "connect_shared",  # makes a shared endpoint, or gets it
     # Buffers, and sending
-    "DEFER_SECONDS",  # how long work may be deferred while other tasks run
     "Array",  # memory that is not exported by the buffer protocol
     "Pinned",  # a buffer that UCX uses
     "array_of",  # the Array of a DLPack object, say

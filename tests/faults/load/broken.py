@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trio_ucx._link.buffers import PackedMessages
 from trio_ucx._link.receiving import Receiving
-from trio_ucx._link.sending import Sending
+from trio_ucx._native import ffi
 from trio_ucx._rules import wire
 from trio_ucx.ucp._engine.waits import Pending
 
@@ -20,27 +19,32 @@ GRANTS, MESSAGES, WAKEUPS = 3, 300, 20
 
 def drop_grants() -> None:
     """Loses one in GRANTS grants of credit, or admissions."""
-    send_frame = Sending.send_frame
+    control_arrived = Receiving._control_arrived
     lost = _each(GRANTS)
 
-    def send_frame_or_not(self: Sending, frame: wire.Frame) -> None:
-        if not (isinstance(frame, wire.Grant | wire.Admit) and lost()):
-            send_frame(self, frame)
+    def control_arrived_or_not(self: Receiving, length: int, data: Any) -> None:
+        kind = ffi.buffer(data, length)[:1]
+        if not (kind in (bytes([wire.Grant.kind]), bytes([wire.Admit.kind])) and lost()):
+            control_arrived(self, length, data)
 
-    _patch(Sending, "send_frame", send_frame_or_not)
+    _patch(Receiving, "_control_arrived", control_arrived_or_not)
 
 
 def double_messages() -> None:
-    """Delivers one in MESSAGES small messages twice, without charging the second, or the peer would be cut off."""
-    packed_arrived = Receiving.packed_arrived
+    """Gives one in MESSAGES small messages twice."""
+    take_ready = Receiving.take_ready
     doubled = _each(MESSAGES)
+    again: dict[tuple[Receiving, int], bytes] = {}
 
-    def packed_arrived_twice(self: Receiving, number: int, count: int, length: int, data: bytes) -> None:
-        packed_arrived(self, number, count, length, data)
-        if number <= wire.MAX_TAG and doubled():
-            self.queues[number].packed_arrived(PackedMessages(1, length, data[-length:] if length else b""))
+    def take_twice(self: Receiving, number: int, *limit: Any) -> bytes | None:
+        data = again.pop((self, number), None)
+        if data is None:
+            data = take_ready(self, number, *limit)
+            if data is not None and number <= wire.MAX_TAG and doubled():
+                again[self, number] = data
+        return data
 
-    _patch(Receiving, "packed_arrived", packed_arrived_twice)
+    _patch(Receiving, "take_ready", take_twice)
 
 
 def lose_wakeups() -> None:

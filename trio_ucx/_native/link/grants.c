@@ -1,7 +1,7 @@
 /* What is granted to the peer, and the control frames about credit.
  *
- * All tag queues share the window. A peer that lacks credit says so (STALLED); a receive that waits at an empty queue then
- * admits its next message (ADMIT). */
+ * All tag queues share the window. A peer that lacks credit says so (STALLED); a receive that waits at an empty queue
+ * then admits its next message (ADMIT). */
 #include "../little_endian.h"
 #include "link.h"
 

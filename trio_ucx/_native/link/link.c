@@ -74,7 +74,7 @@ void tu_link_forget_queue(tu_link_t *link, uint32_t number)
 {
     tu_queue_t *queue = tu_queue_find(link, number);
 
-    if (queue != NULL) {
+    if (queue != NULL && queue->waiting == 0 && tu_list_is_empty(&queue->sends)) {
         tu_messages_drop(link, queue);
         tu_queue_forget(link, queue);
         tu_grant_if_due(link);
@@ -83,9 +83,19 @@ void tu_link_forget_queue(tu_link_t *link, uint32_t number)
 
 void tu_link_detach(tu_link_t *link)
 {
-    tu_link_flush(link);
-    link->endpoint = NULL;
+    if (link->batch != NULL) {
+        tu_list_remove(&link->in_batches);
+        free(link->batch);
+        link->batch = NULL;
+    }
+    link->detached = true;
     tu_queues_each(link, tu_sends_end);
+}
+
+void tu_link_divert(tu_link_t *link, tu_outlet_t outlet, void *context)
+{
+    link->outlet         = outlet;
+    link->outlet_context = context;
 }
 
 void tu_link_close(tu_link_t *link)
@@ -99,11 +109,10 @@ void tu_link_close(tu_link_t *link)
 
 void tu_link_count(const tu_link_t *link, tu_link_counts_t *out)
 {
-    const tu_list_t *next;
-
     *out = (tu_link_counts_t){
         .credit         = link->credit,
         .unread         = link->unread,
+        .outstanding    = link->outstanding,
         .sent           = link->sent,
         .bytes_sent     = link->bytes_sent,
         .received       = link->received,
@@ -113,23 +122,58 @@ void tu_link_count(const tu_link_t *link, tu_link_counts_t *out)
         .queues         = link->queues,
         .tokens         = link->tokens,
         .kept           = link->kept_count,
+        .line           = link->line_count,
+        .stalled        = link->stalled,
     };
-    for (next = link->line.next; next != &link->line; next = next->next) {
-        out->line++;
+}
+
+static void count_queue(const tu_queue_t *queue, tu_queue_counts_t *out)
+{
+    const tu_item_t *message;
+
+    *out = (tu_queue_counts_t){.number = queue->number, .messages = queue->count, .waiting = queue->waiting};
+    for (message = queue->first; message != NULL; message = message->next) {
+        out->bytes       += message->length - message->taken;
+        out->with_sender += message->state == TU_ITEM_HELD && !message->whole;
     }
 }
 
-size_t tu_link_held(const tu_link_t *link, uint32_t number, size_t *bytes)
+bool tu_link_count_queue(const tu_link_t *link, uint32_t number, tu_queue_counts_t *out)
 {
     tu_queue_t *queue = tu_queue_find(link, number);
-    const tu_item_t *message;
 
-    *bytes = 0;
-    if (queue == NULL) {
-        return 0;
+    if (queue != NULL) {
+        count_queue(queue, out);
     }
-    for (message = queue->first; message != NULL; message = message->next) {
-        *bytes += message->length - message->taken;
+    return queue != NULL;
+}
+
+size_t tu_link_list(const tu_link_t *link, tu_queue_counts_t *out, size_t max)
+{
+    tu_queue_t *queue = NULL;
+    size_t count      = 0;
+
+    while (count < max && (queue = tu_queue_next(link, queue)) != NULL) {
+        count_queue(queue, &out[count++]);
     }
-    return queue->count;
+    return link->queues;
+}
+
+int64_t tu_link_next_filled(const tu_link_t *link, int64_t after)
+{
+    int64_t next = TU_LINK_EMPTY, first = TU_LINK_EMPTY;
+    tu_queue_t *queue = NULL;
+
+    while ((queue = tu_queue_next(link, queue)) != NULL) {
+        if (queue->number >= TU_CONTROL_QUEUE || queue->count <= queue->waiting) {
+            continue;
+        }
+        if (first < 0 || queue->number < first) {
+            first = queue->number;
+        }
+        if (queue->number > after && (next < 0 || queue->number < next)) {
+            next = queue->number;
+        }
+    }
+    return next >= 0 ? next : first;
 }

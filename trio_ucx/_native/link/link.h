@@ -13,6 +13,9 @@
  *                               tu_link_announced       by tu_links_discarded, if it
  *                                                       was HELD; by tu_link_moved or
  *                                                       _failed, if it was MOVING
+ *   item->data, unless it is    tu_link_save,           with its item; of a long one   until tu_link_moved or _failed,
+ *   item->here                  tu_link_fetch           that was taken, when another   if it was fetched
+ *                                                       is taken (links->taken)
  *   tu_token_t                  tu_link_wait,           when its task has got its      no
  *                               tu_link_wait_send       message or its end, or leaves
  *   tu_outgoing_t               tu_link_send_frame; a   when UCX is done with it. One  until its callback
@@ -63,7 +66,7 @@ struct tu_item {
     tu_queue_t *queue;         /* NULL: it was dropped, while it was MOVING */
     tu_token_t *holder;        /* in whose buffer it is, or to which it is on its way; NULL: that one has left */
     uint64_t handle;           /* UCX's, while it is HELD */
-    char *data;                /* if READY; NULL: there was no memory for it */
+    char *data;                /* if READY; NULL: there was no memory. If MOVING, where it goes; NULL: to `holder` */
     size_t length;
     size_t taken;              /* bytes of a piece of the byte stream that were read */
     tu_item_state_t state;
@@ -77,7 +80,6 @@ typedef struct tu_place {
     tu_queue_t *queue;
     tu_token_t *token;
     bool has;                  /* there is a message for it: the place at index n takes message n */
-    bool was_large;            /* its message was not READY: others behind it may have waited for that */
 } tu_place_t;
 
 /* A task that waits. */
@@ -119,6 +121,7 @@ struct tu_queue {
 typedef struct tu_outgoing {
     tu_list_t link;            /* in link->kept or links->detached while UCX has it */
     tu_link_t *of;             /* NULL: the link has gone */
+    tu_links_t *links;
     bool batch;                /* it has room for TU_LONGEST_BATCH bytes */
     size_t size;
     char data[];
@@ -132,8 +135,11 @@ struct tu_links {
     tu_item_t *discarded;      /* that were HELD, and nobody wants */
     tu_outgoing_t *spare;      /* a batch that is not used */
     char *taken;               /* the message that was taken last, if it was too long for `out` */
+    const char *at;            /* where the message is that was taken, or looked at */
+    bool posted;               /* since the last tu_links_news */
     uint32_t key;              /* of the tables of queues: a peer does not know which queues share a bucket */
-    uint64_t polls;
+    uint64_t polls, batches_sent;
+    size_t kept;               /* frames and batches that UCX has, of all links */
     size_t count;              /* links that have memory */
     bool destroyed;
     size_t length;             /* what tu_links_length and _handle return */
@@ -143,8 +149,10 @@ struct tu_links {
 
 struct tu_link {
     tu_links_t *links;
-    tu_endpoint_t *endpoint;   /* NULL: it has gone */
-    bool closed;
+    tu_endpoint_t *endpoint;
+    bool detached, closed;
+    tu_outlet_t outlet;        /* instead of UCX; NULL: UCX */
+    void *outlet_context;
     tu_link_terms_t terms;
     ucs_status_t status;       /* why it has broken */
     tu_list_t news;
@@ -158,6 +166,7 @@ struct tu_link {
     uint64_t grants, reported; /* grants that have come, plus 1; and at the last STALLED */
     size_t admissions_of_peer;
     tu_list_t line;            /* tu_queue_t.in_line */
+    size_t line_count;
     /* what arrives */
     int64_t outstanding;       /* what has arrived costs, less what was granted */
     int64_t admitted;          /* what came by an admission costs, less all that was granted since */
@@ -173,6 +182,8 @@ struct tu_link {
     size_t head;               /* of its last group: where its head is, queue, length, number */
     uint32_t group, group_length, group_count;
     uint64_t sent_at, sent_polls;
+    char unreported[TU_LONGEST_FRAME]; /* DROPPED, for which there was no memory; it goes before the next frame */
+    size_t unreported_length;  /* 0: there is none */
     tu_list_t kept;            /* tu_outgoing_t */
     size_t kept_count;
     /* the queues */
@@ -201,6 +212,8 @@ void tu_queues_sweep(tu_link_t *link);
 void tu_queues_free(tu_link_t *link);
 /* Calls `function` for each, which may forget it. */
 void tu_queues_each(tu_link_t *link, void (*function)(tu_link_t *link, tu_queue_t *queue));
+/* The next one after `queue`, NULL before the first; NULL: that was the last. */
+tu_queue_t *tu_queue_next(const tu_link_t *link, const tu_queue_t *queue);
 
 /* ---- worker.c ---- */
 
@@ -238,21 +251,20 @@ int tu_frame_arrived(tu_link_t *link, const char *data, size_t length);
 /* ---- messages.c ---- */
 
 tu_place_t *tu_place_after(tu_queue_t *queue, tu_place_t *place);
-size_t tu_place_index(const tu_place_t *place);
-void tu_place_add(tu_link_t *link, tu_place_t *place);
+/* Where its queue has its message; NULL: it has none. */
+tu_item_t **tu_place_message(tu_place_t *place);
+void tu_place_add(tu_place_t *place);
 /* Its message, if it has one, is for the next place. */
 void tu_place_remove(tu_place_t *place);
-/* Wakes those who may go on. Needed only while messages are not READY. */
+/* Wakes those who may go on. */
 void tu_places_serve(tu_queue_t *queue);
 /* Messages were dropped: finds out anew which places have one. */
 void tu_places_recount(tu_link_t *link, tu_queue_t *queue);
 
-/* Where the queue has its message with this index. */
-tu_item_t **tu_item_at(tu_queue_t *queue, size_t index);
-/* True if the messages behind need not wait for this one: it is in memory of ours, or in the buffer of its place. */
-bool tu_is_settled(const tu_item_t *item, const tu_token_t *token);
-/* True if the message with this index can be taken. */
-bool tu_is_at_hand(tu_queue_t *queue, size_t index);
+/* Where the queue has, or would have, the first message that no place has. */
+tu_item_t **tu_message_behind(tu_queue_t *queue);
+/* True if the messages before this one, which is of a place or the first behind them, are at hand. */
+bool tu_is_next(tu_queue_t *queue, const tu_item_t *message);
 /* Takes a message out of its queue, and frees it, unless UCX or a transfer still has it. */
 void tu_item_drop(tu_link_t *link, tu_queue_t *queue, tu_item_t **from);
 /* Drops a message, and grants what was read if that is due. */
@@ -260,11 +272,11 @@ void tu_item_remove(tu_link_t *link, tu_queue_t *queue, tu_item_t **from);
 
 /* Adds a message, with its bytes or with UCX's handle. False: there is no memory, and the link has broken. */
 bool tu_message_add(tu_link_t *link, tu_queue_t *queue, const char *data, uint64_t handle, bool whole, size_t length);
-/* So many messages have arrived: what they cost. */
-void tu_messages_charged(tu_link_t *link, tu_queue_t *queue, size_t length, size_t count);
+/* So many messages have arrived: charges, and returns what one costs. */
+int64_t tu_messages_charged(tu_link_t *link, tu_queue_t *queue, size_t length, size_t count);
 /* The last message has arrived. */
 void tu_message_arrived(tu_link_t *link, tu_queue_t *queue, size_t length);
-/* Drops the messages but the last that no place has. */
+/* If only the newest is kept, drops the messages but the last that no place has, and grants what was read if due. */
 void tu_messages_keep_newest(tu_link_t *link, tu_queue_t *queue);
 /* Drops a message that will not arrive, and everything behind it: nothing is delivered behind what is missing. */
 void tu_messages_cut(tu_link_t *link, tu_queue_t *queue, const tu_item_t *missing);
@@ -276,6 +288,6 @@ void tu_receives_end(tu_link_t *link, tu_queue_t *queue);
 
 tu_place_t *tu_place_in(tu_token_t *token, const tu_queue_t *queue);
 /* Its message was taken out of the queue: the token is over. */
-void tu_place_used(tu_token_t *token, tu_place_t *place, bool was_large);
+void tu_place_used(tu_token_t *token, tu_place_t *place);
 
 #endif

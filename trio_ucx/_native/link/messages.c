@@ -1,8 +1,9 @@
 /* The messages of tag queues, and the places of the tokens that wait there.
  *
- * The place at index n is served by message n. So messages go to receives in the order in which these began, in whatever
- * order their tasks run. A large message stays with UCX until the task of its place begins its transfer; transfers
- * overlap, but a message is taken only when those before it are at hand (READY, or ARRIVED in its place's buffer). */
+ * The place at index n is served by message n. So messages go to receives in the order in which these began, whatever
+ * the order in which their tasks run. A large message stays with UCX until the task of its place begins its transfer;
+ * transfers overlap, but a message is taken only when those before it are at hand (READY, or ARRIVED in its place's
+ * buffer). */
 #include <string.h>
 
 #include "link.h"
@@ -12,55 +13,56 @@ tu_place_t *tu_place_after(tu_queue_t *queue, tu_place_t *place)
     return TU_LIST_NEXT(&queue->places, place, link);
 }
 
-size_t tu_place_index(const tu_place_t *place)
+tu_item_t **tu_place_message(tu_place_t *place)
 {
     tu_queue_t *queue = place->queue;
+    tu_item_t **from  = &queue->first;
     tu_place_t *before;
-    size_t index = 0;
 
+    if (!place->has) {
+        return NULL;
+    }
     for (before = TU_LIST_FIRST(&queue->places, tu_place_t, link); before != place;
          before = tu_place_after(queue, before)) {
-        index++;
-    }
-    return index;
-}
-
-bool tu_is_settled(const tu_item_t *item, const tu_token_t *token)
-{
-    return item->state == TU_ITEM_READY || (item->state == TU_ITEM_ARRIVED && item->holder == token);
-}
-
-tu_item_t **tu_item_at(tu_queue_t *queue, size_t index)
-{
-    tu_item_t **from = &queue->first;
-
-    while (index-- > 0) {
         from = &(*from)->next;
     }
     return from;
 }
 
-bool tu_is_at_hand(tu_queue_t *queue, size_t index)
+tu_item_t **tu_message_behind(tu_queue_t *queue)
 {
-    tu_item_t *item = queue->first;
+    tu_item_t **from = &queue->first;
+    size_t before;
+
+    for (before = queue->waiting; before > 0 && *from != NULL; before--) {
+        from = &(*from)->next;
+    }
+    return from;
+}
+
+/* True if the messages behind need not wait for this one: it is in memory of ours, or in the buffer of its place. */
+static bool is_settled(const tu_item_t *item, const tu_token_t *token)
+{
+    return item->state == TU_ITEM_READY || (item->state == TU_ITEM_ARRIVED && item->holder == token);
+}
+
+bool tu_is_next(tu_queue_t *queue, const tu_item_t *message)
+{
+    tu_item_t *before = queue->first;
     tu_place_t *place;
 
-    if (queue->count <= index) {
-        return false;
-    }
-    if (queue->large == 0) {
-        return true;
-    }
-    TU_LIST_FOR_EACH(place, &queue->places, link) {
-        if (index-- == 0) {
-            break;
+    if (queue->large > 0) {
+        TU_LIST_FOR_EACH(place, &queue->places, link) {
+            if (before == message) {
+                break;
+            }
+            if (!is_settled(before, place->token)) {
+                return false;
+            }
+            before = before->next;
         }
-        if (!tu_is_settled(item, place->token)) {
-            return false;
-        }
-        item = item->next;
     }
-    return item->state == TU_ITEM_READY;
+    return true;
 }
 
 void tu_places_serve(tu_queue_t *queue)
@@ -71,6 +73,9 @@ void tu_places_serve(tu_queue_t *queue)
     tu_place_t *place;
 
     TU_LIST_FOR_EACH(place, &queue->places, link) {
+        if (item == NULL && queue->large == 0) {
+            break; /* nobody behind has to save */
+        }
         held = place->token->held;
         if (held != NULL && held != item) {
             may = held->queue == queue && held->state == TU_ITEM_ARRIVED; /* to save it */
@@ -79,16 +84,27 @@ void tu_places_serve(tu_queue_t *queue)
         } else if (held == NULL && item->state == TU_ITEM_HELD) {
             may = ahead < TU_TRANSFERS_AHEAD;
         } else {
-            may = settled && tu_is_settled(item, place->token);
+            may = settled && is_settled(item, place->token);
         }
         if (may) {
             tu_token_wake(place->token);
         }
         if (item != NULL) {
             ahead  += item->state != TU_ITEM_READY;
-            settled = settled && tu_is_settled(item, place->token);
+            settled = settled && is_settled(item, place->token);
             item    = item->next;
         }
+    }
+}
+
+/* From this place on none has a message; NULL: all have. */
+static void set_lacks(tu_queue_t *queue, tu_place_t *place)
+{
+    queue->lacks = place;
+    if (place == NULL) {
+        tu_list_remove(&queue->awaited);
+    } else if (!tu_list_is_linked(&queue->awaited)) {
+        tu_list_append(&place->token->link->awaited, &queue->awaited);
     }
 }
 
@@ -98,11 +114,8 @@ static void serve_next(tu_queue_t *queue)
     tu_place_t *place = queue->lacks;
 
     if (place != NULL) {
-        place->has   = true;
-        queue->lacks = tu_place_after(queue, place);
-        if (queue->lacks == NULL) {
-            tu_list_remove(&queue->awaited);
-        }
+        place->has = true;
+        set_lacks(queue, tu_place_after(queue, place));
         if (queue->large == 0 && place->token->held == NULL) {
             tu_token_wake(place->token);
         }
@@ -112,15 +125,14 @@ static void serve_next(tu_queue_t *queue)
     }
 }
 
-void tu_place_add(tu_link_t *link, tu_place_t *place)
+void tu_place_add(tu_place_t *place)
 {
     tu_queue_t *queue = place->queue;
 
     place->has = queue->count > queue->waiting++;
     tu_list_append(&queue->places, &place->link);
     if (!place->has && queue->lacks == NULL) {
-        queue->lacks = place;
-        tu_list_append(&link->awaited, &queue->awaited);
+        set_lacks(queue, place);
     }
 }
 
@@ -129,16 +141,13 @@ void tu_place_remove(tu_place_t *place)
     tu_queue_t *queue = place->queue;
 
     if (place == queue->lacks) {
-        queue->lacks = tu_place_after(queue, place);
-        if (queue->lacks == NULL) {
-            tu_list_remove(&queue->awaited);
-        }
+        set_lacks(queue, tu_place_after(queue, place));
     }
     tu_list_remove(&place->link);
     queue->waiting--;
     if (place->has) {
         serve_next(queue);
-    } else if (queue->large > 0 || place->was_large) {
+    } else {
         tu_places_serve(queue);
     }
 }
@@ -193,21 +202,14 @@ void tu_receives_end(tu_link_t *link, tu_queue_t *queue)
 
 void tu_places_recount(tu_link_t *link, tu_queue_t *queue)
 {
-    tu_place_t *place;
+    tu_place_t *place, *lacks = NULL;
     size_t index = 0;
 
-    queue->lacks = NULL;
     TU_LIST_FOR_EACH(place, &queue->places, link) {
         place->has = index++ < queue->count;
-        if (!place->has && queue->lacks == NULL) {
-            queue->lacks = place;
-        }
+        lacks      = place->has || lacks != NULL ? lacks : place;
     }
-    if (queue->lacks == NULL) {
-        tu_list_remove(&queue->awaited);
-    } else if (!tu_list_is_linked(&queue->awaited)) {
-        tu_list_append(&link->awaited, &queue->awaited);
-    }
+    set_lacks(queue, lacks);
     tu_receives_end(link, queue);
     tu_places_serve(queue);
 }
@@ -234,17 +236,25 @@ void tu_messages_cut(tu_link_t *link, tu_queue_t *queue, const tu_item_t *missin
     tu_places_recount(link, queue);
 }
 
-void tu_messages_keep_newest(tu_link_t *link, tu_queue_t *queue)
+/* Drops the messages but the last that no place has. */
+static void drop_older(tu_link_t *link, tu_queue_t *queue)
 {
-    size_t older     = queue->count > queue->waiting ? queue->count - queue->waiting - 1 : 0;
-    tu_item_t **from = older == 0 ? NULL : tu_item_at(queue, queue->waiting);
+    tu_item_t **from = tu_message_behind(queue);
 
-    for (; older > 0; older--) {
+    while (*from != NULL && (*from)->next != NULL) {
         if ((*from)->state == TU_ITEM_HELD || (*from)->state == TU_ITEM_READY) {
             tu_item_drop(link, queue, from);
         } else {
             from = &(*from)->next;
         }
+    }
+}
+
+void tu_messages_keep_newest(tu_link_t *link, tu_queue_t *queue)
+{
+    if (queue->newest) {
+        drop_older(link, queue);
+        tu_grant_if_due(link);
     }
 }
 
@@ -275,7 +285,7 @@ bool tu_message_add(tu_link_t *link, tu_queue_t *queue, const char *data, uint64
     return true;
 }
 
-void tu_messages_charged(tu_link_t *link, tu_queue_t *queue, size_t length, size_t count)
+int64_t tu_messages_charged(tu_link_t *link, tu_queue_t *queue, size_t length, size_t count)
 {
     int64_t amount = tu_link_cost(length, link->terms.peer_threshold);
 
@@ -287,14 +297,14 @@ void tu_messages_charged(tu_link_t *link, tu_queue_t *queue, size_t length, size
         link->admissions--;
         link->admitted += amount;
     }
+    return amount;
 }
 
 void tu_message_arrived(tu_link_t *link, tu_queue_t *queue, size_t length)
 {
-    tu_messages_charged(link, queue, length, 1);
-    link->unread += tu_link_cost(length, link->terms.peer_threshold);
+    link->unread += tu_messages_charged(link, queue, length, 1);
     if (queue->newest) {
-        tu_messages_keep_newest(link, queue);
+        drop_older(link, queue);
     }
     serve_next(queue);
     if (queue->lacks != NULL && !tu_queue_has_ended(link, queue->number, queue)) {

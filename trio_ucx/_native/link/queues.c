@@ -150,6 +150,17 @@ void tu_queues_each(tu_link_t *link, void (*function)(tu_link_t *link, tu_queue_
     }
 }
 
+tu_queue_t *tu_queue_next(const tu_link_t *link, const tu_queue_t *queue)
+{
+    tu_queue_t *next = queue == NULL ? NULL : queue->next;
+    size_t i         = queue == NULL ? 0 : (size_t)(bucket_of(link, queue->number) - link->buckets) + 1;
+
+    for (; next == NULL && i < link->bucket_count; i++) {
+        next = link->buckets[i];
+    }
+    return next;
+}
+
 void tu_queues_free(tu_link_t *link)
 {
     tu_queues_each(link, tu_queue_forget);

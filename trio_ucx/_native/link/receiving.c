@@ -1,5 +1,5 @@
-/* Receiving: what arrives, and the calls that take it. A receive without a token takes the first message behind those that
- * tokens are to have. */
+/* Receiving: what arrives, and the calls that take it. A receive without a token takes the first message behind those
+ * that tokens are to have. */
 #include <string.h>
 
 #include "link.h"
@@ -73,8 +73,7 @@ static int64_t read_stream(tu_link_t *link, tu_queue_t *queue, size_t limit, boo
     tu_item_t *piece, *next;
 
     limit = limit < TU_LINK_OUT ? limit : TU_LINK_OUT;
-    free(link->links->taken);
-    link->links->taken = NULL;
+    link->links->at = link->links->out;
     for (piece = queue->first; piece != NULL && piece->state == TU_ITEM_READY && done < limit && !queue->at_end;
          piece = next) {
         next = piece->next;
@@ -102,29 +101,30 @@ static int64_t read_stream(tu_link_t *link, tu_queue_t *queue, size_t limit, boo
 }
 
 /* Keeps the bytes of a message that is about to be removed for the caller. */
-static void hand_out(tu_links_t *links, tu_item_t *item, bool look)
+static void hand_out(tu_links_t *links, tu_item_t *item)
 {
     free(links->taken);
     links->taken = NULL;
-    if (item->length <= TU_LINK_OUT || look) {
-        memcpy(links->out, item->data, item->length < TU_LINK_OUT ? item->length : TU_LINK_OUT);
-    } else { /* it was saved */
-        links->taken = item->data;
-        item->data   = item->here;
+    if (item->length <= TU_LINK_OUT) {
+        memcpy(links->out, item->data, item->length);
+        links->at = links->out;
+    } else { /* it was saved, or fetched */
+        links->at = links->taken = item->data;
+        item->data               = item->here;
     }
 }
 
-static int64_t take_at(tu_link_t *link, tu_queue_t *queue, size_t index, size_t limit, bool look)
+static int64_t take_one(tu_link_t *link, tu_queue_t *queue, tu_item_t **from, size_t limit, bool look)
 {
-    tu_item_t **from = tu_item_at(queue, index);
     size_t length    = (*from)->length;
     int64_t answer   = (*from)->data == NULL ? UCS_ERR_NO_MEMORY : length > limit ? TU_LINK_TOO_LONG : (int64_t)length;
 
-    if (answer >= 0 || (look && (*from)->data != NULL)) {
-        hand_out(link->links, *from, look);
-    }
     if (look) {
+        link->links->at = (*from)->data;
         return (*from)->data == NULL ? UCS_ERR_NO_MEMORY : (int64_t)length;
+    }
+    if (answer >= 0) {
+        hand_out(link->links, *from);
     }
     tu_item_remove(link, queue, from);
     if (answer < 0) {
@@ -133,27 +133,35 @@ static int64_t take_at(tu_link_t *link, tu_queue_t *queue, size_t index, size_t 
     return answer;
 }
 
-static int64_t take(tu_link_t *link, tu_queue_t *queue, size_t index, size_t limit, bool look)
+/* True if a message can be taken, or it is known that none will come. NULL, or to NULL: there is none. */
+static bool can_take(tu_queue_t *queue, tu_item_t **from)
+{
+    return queue->at_end ||
+           (from != NULL && *from != NULL && (*from)->state == TU_ITEM_READY && tu_is_next(queue, *from));
+}
+
+static int64_t take(tu_link_t *link, tu_queue_t *queue, tu_item_t **from, size_t limit, bool look)
 {
     return queue->number == TU_STREAM_QUEUE ? read_stream(link, queue, limit, look) :
-                                              take_at(link, queue, index, limit, look);
+                                              take_one(link, queue, from, limit, look);
 }
 
 int64_t tu_link_receive(tu_link_t *link, uint32_t number, size_t limit, bool look)
 {
     tu_queue_t *queue = tu_queue_find(link, number);
+    tu_item_t **from  = queue == NULL ? NULL : tu_message_behind(queue);
     int64_t length;
 
     if (number == TU_STREAM_QUEUE && queue != NULL && queue->waiting > 0) {
         return TU_LINK_EMPTY; /* its pieces are for the task that waits */
     }
-    if (queue != NULL && (queue->at_end || tu_is_at_hand(queue, queue->waiting))) {
-        length = take(link, queue, queue->waiting, limit, look);
+    if (queue != NULL && can_take(queue, from)) {
+        length = take(link, queue, from, limit, look);
         tu_receives_end(link, queue);
         tu_queue_forget_if_idle(link, queue);
         return length;
     }
-    if (queue != NULL && queue->count > queue->waiting) {
+    if (queue != NULL && *from != NULL) {
         return TU_LINK_EMPTY; /* it is not at hand: the caller waits with a token */
     }
     if (tu_queue_has_ended(link, number, queue)) {
@@ -184,10 +192,7 @@ static void receive_gone(tu_token_t *token)
         tu_place_remove(&token->places[i]);
     }
     for (i = 0; i < token->count; i++) {
-        if (token->places[i].queue->newest) {
-            tu_messages_keep_newest(link, token->places[i].queue);
-            tu_grant_if_due(link);
-        }
+        tu_messages_keep_newest(link, token->places[i].queue);
         tu_receives_end(link, token->places[i].queue);
         tu_queue_forget_if_idle(link, token->places[i].queue);
     }
@@ -204,10 +209,9 @@ tu_place_t *tu_place_in(tu_token_t *token, const tu_queue_t *queue)
     return place;
 }
 
-void tu_place_used(tu_token_t *token, tu_place_t *place, bool was_large)
+void tu_place_used(tu_token_t *token, tu_place_t *place)
 {
-    place->has       = false;
-    place->was_large = was_large;
+    place->has = false;
     receive_gone(token);
 }
 
@@ -223,7 +227,7 @@ static bool is_in(const tu_token_t *token, uint32_t number)
 tu_token_t *tu_link_wait(tu_link_t *link, const uint32_t *numbers, size_t count)
 {
     tu_token_t *token = tu_token_new(link, count);
-    bool ends         = true;
+    bool ends         = true, ended;
     tu_place_t *place;
 
     if (token == NULL) {
@@ -241,19 +245,16 @@ tu_token_t *tu_link_wait(tu_link_t *link, const uint32_t *numbers, size_t count)
             return NULL;
         }
         token->count++;
-        tu_place_add(link, place);
-        if (place->queue->at_end || (place->has && place->queue->large == 0)) {
+        tu_place_add(place);
+        ended = tu_queue_has_ended(link, *numbers, place->queue);
+        if (place->queue->at_end) {
             tu_token_wake(token);
-        } else if (place->has || place->queue->count > 0) {
+        } else if (place->has) {
             tu_places_serve(place->queue);
-            ends = false;
-            if (!place->has && !tu_queue_has_ended(link, *numbers, place->queue)) {
-                tu_found_empty(link, place->queue);
-            }
-        } else if (!tu_queue_has_ended(link, place->queue->number, place->queue)) {
+        } else if (!ended) {
             tu_found_empty(link, place->queue);
-            ends = false;
         }
+        ends = ends && ended && place->queue->count == 0;
     }
     if (ends) {
         tu_token_wake(token);
@@ -262,33 +263,37 @@ tu_token_t *tu_link_wait(tu_link_t *link, const uint32_t *numbers, size_t count)
 }
 
 /* Takes the message in a receive's buffer, if it is the receive's, and its turn. */
-static int64_t take_held(tu_token_t *token, uint32_t *number)
+static int64_t take_held(tu_token_t *token, bool look, uint32_t *number)
 {
     tu_item_t *item = token->held, **from;
-    tu_place_t *place, *before;
-    int64_t length = (int64_t)item->length;
-    tu_queue_t *queue;
+    int64_t length  = (int64_t)item->length;
+    tu_place_t *place;
 
     if (item->state == TU_ITEM_MOVING) { /* also if it was dropped: the buffer is still UCX's */
         return TU_LINK_EMPTY;
     }
-    queue   = item->queue;
-    place   = tu_place_in(token, queue);
-    from    = &queue->first;
-    *number = queue->number;
-    if (!place->has || *tu_item_at(queue, tu_place_index(place)) != item) {
+    place   = tu_place_in(token, item->queue);
+    from    = tu_place_message(place);
+    *number = item->queue->number;
+    if (from == NULL || *from != item) {
         return TU_LINK_SAVE;
     }
-    for (before = TU_LIST_FIRST(&queue->places, tu_place_t, link); before != place;
-         before = tu_place_after(queue, before)) {
-        if (!tu_is_settled(*from, before->token)) {
-            return TU_LINK_EMPTY;
-        }
-        from = &(*from)->next;
+    if (!tu_is_next(item->queue, item)) {
+        return TU_LINK_EMPTY;
     }
-    tu_item_remove(token->link, queue, from);
-    tu_place_used(token, place, true);
+    if (!look) {
+        tu_item_remove(token->link, item->queue, from);
+        tu_place_used(token, place);
+    }
     return length;
+}
+
+/* True if the transfer of a message may begin. If it is too long for its receive, that is an answer, too, and has its
+ * turn. */
+static bool may_begin(const tu_item_t *item, size_t limit)
+{
+    return item->state == TU_ITEM_HELD && (item->length <= limit || item->queue->number == TU_STREAM_QUEUE ||
+                                           tu_is_next(item->queue, item));
 }
 
 int64_t tu_link_take(tu_token_t *token, size_t limit, bool look, uint32_t *number)
@@ -296,28 +301,29 @@ int64_t tu_link_take(tu_token_t *token, size_t limit, bool look, uint32_t *numbe
     tu_link_t *link = token->link;
     bool ends       = true;
     tu_place_t *place;
+    tu_item_t **from;
     int64_t length;
-    size_t i, index;
+    size_t i;
 
     tu_list_remove(&token->due);
     token->is_due = false;
     if (token->held != NULL) {
-        return take_held(token, number);
+        return take_held(token, look, number);
     }
     for (i = 0; i < token->count; i++) {
         place   = &token->places[i];
         *number = place->queue->number;
-        index   = place->has ? tu_place_index(place) : 0;
-        if (place->queue->at_end || (place->has && tu_is_at_hand(place->queue, index))) {
-            length = take(link, place->queue, index, limit, look);
+        from    = tu_place_message(place);
+        if (can_take(place->queue, from)) {
+            length = take(link, place->queue, from, limit, look);
             if (!look) {
-                tu_place_used(token, place, false);
+                tu_place_used(token, place);
             }
             return length;
         }
-        if (place->has && (*tu_item_at(place->queue, index))->state == TU_ITEM_HELD) {
-            link->links->length = (*tu_item_at(place->queue, index))->length;
-            link->links->handle = (*tu_item_at(place->queue, index))->handle;
+        if (from != NULL && may_begin(*from, limit)) {
+            link->links->length = (*from)->length;
+            link->links->handle = (*from)->handle;
             return TU_LINK_BEGIN;
         }
         ends = ends && place->queue->count == 0 && tu_queue_has_ended(link, *number, place->queue);
@@ -343,6 +349,5 @@ int tu_link_newest(tu_link_t *link, uint32_t number)
     }
     queue->newest = true;
     tu_messages_keep_newest(link, queue);
-    tu_grant_if_due(link);
     return UCS_OK;
 }

@@ -1,9 +1,9 @@
 /* Sending: credit, the sends that wait for it, batches, and control frames.
  *
  * The peer holds `peer_window` bytes of messages that its program has not read. Each message costs its length and some
- * bytes more. A send without credit waits. Its tag queue is in a line while its first send waits; when there is credit for
- * that, it is reserved, and its task woken; the next send of the queue may then be reserved after the first was sent. So
- * the messages of a queue stay in order, and queues take turns. An admitted queue needs no credit.
+ * bytes more. A send without credit waits. Its tag queue is in a line while its first send waits; when there is credit
+ * for that, it is reserved, and its task woken; the next send of the queue may then be reserved after the first was
+ * sent. So the messages of a queue stay in order, and queues take turns. An admitted queue needs no credit.
  *
  * A message gets its number when it is sent, not when its cost is reserved: an ADMIT names the last message that had
  * arrived, and if a number of that queue was never sent, the admission would be taken for void. */
@@ -53,12 +53,18 @@ static tu_token_t *first_send(const tu_queue_t *queue)
     return TU_LIST_FIRST(&queue->sends, tu_token_t, in_queue);
 }
 
+static void leave_line(tu_link_t *link, tu_queue_t *queue)
+{
+    link->line_count -= tu_list_is_linked(&queue->in_line);
+    tu_list_remove(&queue->in_line);
+}
+
 /* The first send of a queue may go on. */
 static void reserve(tu_link_t *link, tu_queue_t *queue)
 {
     tu_token_t *token = first_send(queue);
 
-    tu_list_remove(&queue->in_line);
+    leave_line(link, queue);
     link->credit   -= token->cost;
     token->reserved = true;
     tu_token_wake(token);
@@ -94,6 +100,7 @@ static void line_up(tu_link_t *link, tu_queue_t *queue)
     }
     if (!tu_list_is_linked(&queue->in_line)) {
         tu_list_append(&link->line, &queue->in_line);
+        link->line_count++;
     }
     if (queue->admitted_by_peer) {
         reserve(link, queue);
@@ -108,7 +115,7 @@ static void send_gone(tu_token_t *token)
 
     tu_list_remove(&token->in_queue);
     if (tu_list_is_empty(&queue->sends)) {
-        tu_list_remove(&queue->in_line);
+        leave_line(link, queue);
     }
     line_up(link, queue);
     tu_sends_wake(link);
@@ -134,9 +141,10 @@ static void outgoing_over(tu_outgoing_t *outgoing, ucs_status_t status)
     tu_link_t *link = outgoing->of;
 
     tu_list_remove(&outgoing->link);
+    outgoing->links->kept--;
     if (link != NULL) {
         link->kept_count--;
-        if (status != UCS_OK && link->endpoint != NULL) { /* what ends with its endpoint is no failure */
+        if (status != UCS_OK && !link->detached) { /* what ends with its endpoint is no failure */
             tu_link_broke(link, status);
         }
         if (link->links->spare == NULL && outgoing->batch) {
@@ -163,14 +171,25 @@ static void post_outgoing(tu_link_t *link, uint32_t number, tu_outgoing_t *outgo
         .datatype    = ucp_dt_make_contig(1),
         .memory_type = UCS_MEMORY_TYPE_HOST,
     };
+    uint64_t tag = link->terms.peer_id << 32 | number;
     ucs_status_ptr_t answer;
+    int64_t verdict;
 
-    outgoing->of = link;
+    outgoing->of    = link;
+    outgoing->links = link->links;
     tu_list_append(&link->kept, &outgoing->link);
     link->kept_count++;
+    link->links->kept++;
+    if (link->outlet != NULL) {
+        verdict = link->outlet(link->outlet_context, number, outgoing->data, outgoing->size);
+        outgoing_over(outgoing, verdict < 0 ? (ucs_status_t)verdict : UCS_OK);
+        return;
+    }
     link->endpoint->worker->others++;
-    answer = ucp_tag_send_nbx(link->endpoint->ep, outgoing->data, outgoing->size, link->terms.peer_id << 32 | number, &param);
-    if (!UCS_PTR_IS_PTR(answer)) { /* otherwise its callback comes, or has come */
+    answer = ucp_tag_send_nbx(link->endpoint->ep, outgoing->data, outgoing->size, tag, &param);
+    if (UCS_PTR_IS_PTR(answer)) { /* its callback comes, or has come */
+        link->links->posted = true;
+    } else {
         outgoing_over(outgoing, UCS_PTR_RAW_STATUS(answer));
     }
 }
@@ -229,6 +248,7 @@ int64_t tu_link_flush(tu_link_t *link)
     if (batch != NULL) {
         link->batch = NULL;
         tu_list_remove(&link->in_batches);
+        link->links->batches_sent++;
         post_outgoing(link, TU_BATCH_QUEUE, batch);
     }
     return link->status;
@@ -249,9 +269,14 @@ void tu_link_send_each(tu_link_t *link)
     link->terms.defers = false;
 }
 
+static uint64_t clock_of(const tu_link_t *link)
+{
+    return link->outlet != NULL ? 0 : tu_now();
+}
+
 void tu_link_expect_more(tu_link_t *link)
 {
-    link->sent_at    = tu_now();
+    link->sent_at    = clock_of(link);
     link->sent_polls = link->links->polls;
 }
 
@@ -260,13 +285,21 @@ void tu_link_expect_more(tu_link_t *link)
 void tu_link_send_frame(tu_link_t *link, const void *frame, size_t length, bool later)
 {
     tu_outgoing_t *outgoing;
+    char owed[TU_LONGEST_FRAME];
+    size_t unreported;
 
-    if (link->endpoint == NULL || link->status != UCS_OK) {
+    if (link->detached || link->status != UCS_OK) {
         return;
     }
     if (length > TU_LONGEST_FRAME || link->kept_count > TU_MOST_KEPT) {
         tu_link_broke(link, length > TU_LONGEST_FRAME ? UCS_ERR_INVALID_PARAM : UCS_ERR_EXCEEDS_LIMIT);
         return;
+    }
+    unreported = link->unreported_length;
+    if (unreported > 0) {
+        link->unreported_length = 0;
+        memcpy(owed, link->unreported, unreported);
+        tu_link_send_frame(link, owed, unreported, later);
     }
     if (later && (link->batch != NULL || batch_begin(link))) {
         if (batch_add(link, TU_CONTROL_QUEUE, frame, length)) {
@@ -278,6 +311,11 @@ void tu_link_send_frame(tu_link_t *link, const void *frame, size_t length, bool 
         return;
     }
     outgoing = tu_malloc(sizeof(*outgoing) + length);
+    if (outgoing == NULL && *(const char *)frame == TU_FRAME_DROPPED) {
+        memcpy(link->unreported, frame, length); /* nobody waits for it; of several, one is reported */
+        link->unreported_length = length;
+        return;
+    }
     if (outgoing == NULL) {
         tu_link_broke(link, UCS_ERR_NO_MEMORY); /* otherwise a peer that waits for it would wait for ever */
         return;
@@ -299,8 +337,9 @@ static int64_t send_now(tu_link_t *link, tu_queue_t *queue, const void *data, si
     uint64_t now;
 
     if (length <= TU_SMALL_MESSAGE) {
-        now     = tu_now();
-        follows = link->batch != NULL || (link->links->polls == link->sent_polls && now - link->sent_at < FOLLOWS_NANOSECONDS);
+        now     = clock_of(link);
+        follows = link->batch != NULL ||
+                  (link->links->polls == link->sent_polls && now - link->sent_at < FOLLOWS_NANOSECONDS);
         if (link->batch == NULL) {
             link->sent_at    = now;
             link->sent_polls = link->links->polls;
@@ -315,41 +354,75 @@ static int64_t send_now(tu_link_t *link, tu_queue_t *queue, const void *data, si
     } else if (tu_link_flush(link) != UCS_OK) {
         return link->status;
     }
-    return tu_tag_send_one(link->endpoint, data, length, TU_MEMORY_HOST, link->terms.peer_id << 32 | number);
+    return link->outlet != NULL ?
+               link->outlet(link->outlet_context, number, data, length) :
+               tu_tag_send_one(link->endpoint, data, length, TU_MEMORY_HOST, link->terms.peer_id << 32 | number);
 }
 
 /* Why nothing can be sent to a queue; 0: something can. */
 static int64_t cannot_send(const tu_link_t *link, const tu_queue_t *queue)
 {
-    if (link->endpoint == NULL || link->sends_end || (queue != NULL && queue->sends_end)) {
+    if (link->detached || link->sends_end || (queue != NULL && queue->sends_end)) {
         return TU_LINK_ENDED;
     }
     return link->status;
 }
 
-int64_t tu_link_send(tu_link_t *link, uint32_t number, const void *data, size_t length)
+/* 0: a message may be sent now; otherwise why not. */
+static int64_t may_send(tu_link_t *link, tu_queue_t *queue, size_t length)
 {
-    int64_t amount    = tu_link_cost(length, link->terms.threshold);
-    tu_queue_t *queue = tu_queue_make(link, number);
-    int64_t verdict   = cannot_send(link, queue);
+    int64_t amount  = tu_link_cost(length, link->terms.threshold);
+    int64_t verdict = cannot_send(link, queue);
 
-    if (verdict == 0 && queue == NULL) {
-        verdict = UCS_ERR_NO_MEMORY;
+    if (verdict != 0 || queue == NULL) {
+        return verdict != 0 ? verdict : UCS_ERR_NO_MEMORY;
     }
-    if (verdict == 0 && (!tu_list_is_empty(&queue->sends) ||
-                         (!queue->admitted_by_peer && !(tu_list_is_empty(&link->line) && suffices(link, amount))))) {
-        report_stalled(link);
-        verdict = link->status != UCS_OK ? link->status : TU_LINK_WAITS;
-    } else if (verdict == 0) {
-        verdict = send_now(link, queue, data, length);
-        if (verdict >= 0) {
-            link->credit -= amount;
-            sent(link, queue, length);
-        }
+    if (tu_list_is_empty(&queue->sends) &&
+        (queue->admitted_by_peer || (tu_list_is_empty(&link->line) && suffices(link, amount)))) {
+        return 0;
     }
-    if (verdict < 0 && queue != NULL) {
+    report_stalled(link);
+    return link->status != UCS_OK ? link->status : TU_LINK_WAITS;
+}
+
+static int64_t no_send(tu_link_t *link, tu_queue_t *queue, int64_t verdict)
+{
+    if (queue != NULL) {
         tu_queue_forget_if_idle(link, queue);
     }
+    return verdict;
+}
+
+int64_t tu_link_may_send(tu_link_t *link, uint32_t number, size_t length)
+{
+    tu_queue_t *queue = tu_queue_make(link, number);
+    int64_t verdict   = may_send(link, queue, length);
+
+    if (verdict == 0) {
+        verdict = tu_link_flush(link);
+    }
+    return verdict == 0 ? 0 : no_send(link, queue, verdict);
+}
+
+void tu_link_was_sent(tu_link_t *link, uint32_t number, size_t length)
+{
+    link->credit -= tu_link_cost(length, link->terms.threshold);
+    sent(link, tu_queue_find(link, number), length);
+}
+
+int64_t tu_link_send(tu_link_t *link, uint32_t number, const void *data, size_t length)
+{
+    tu_queue_t *queue = tu_queue_make(link, number);
+    int64_t verdict   = may_send(link, queue, length);
+
+    if (verdict == 0) {
+        verdict = send_now(link, queue, data, length);
+    }
+    if (verdict < 0) {
+        return no_send(link, queue, verdict);
+    }
+    link->credit -= tu_link_cost(length, link->terms.threshold);
+    sent(link, queue, length);
     return verdict;
 }
 
@@ -376,23 +449,42 @@ tu_token_t *tu_link_wait_send(tu_link_t *link, uint32_t number, size_t length)
     return token;
 }
 
+static int64_t may_send_reserved(const tu_token_t *token)
+{
+    int64_t verdict = cannot_send(token->link, token->queue);
+
+    return verdict != 0 ? verdict : token->reserved ? 0 : TU_LINK_WAITS;
+}
+
+int64_t tu_token_may_send(tu_token_t *token)
+{
+    int64_t verdict = may_send_reserved(token);
+
+    return verdict != 0 ? verdict : tu_link_flush(token->link);
+}
+
+void tu_token_was_sent(tu_token_t *token, size_t length)
+{
+    token->reserved = false; /* it was paid */
+    sent(token->link, token->queue, length);
+    tu_link_leave_send(token);
+}
+
 int64_t tu_link_send_reserved(tu_token_t *token, const void *data, size_t length)
 {
-    tu_link_t *link   = token->link;
-    tu_queue_t *queue = token->queue;
-    int64_t verdict   = cannot_send(link, queue);
+    int64_t verdict = may_send_reserved(token);
 
-    if (verdict == 0 && !token->reserved) {
-        return TU_LINK_WAITS;
+    if (verdict == TU_LINK_WAITS) {
+        return verdict;
     }
     if (verdict == 0) {
-        verdict = send_now(link, queue, data, length);
+        verdict = send_now(token->link, token->queue, data, length);
     }
     if (verdict >= 0) {
-        token->reserved = false; /* it was paid */
-        sent(link, queue, length);
+        tu_token_was_sent(token, length);
+    } else {
+        tu_link_leave_send(token);
     }
-    tu_link_leave_send(token);
     return verdict;
 }
 

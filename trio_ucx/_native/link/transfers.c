@@ -1,14 +1,39 @@
-/* Transfers of large messages to the buffers of receives. If the task of a receive is cancelled, its transfer goes on; then
- * the message is saved to memory of ours, and keeps its position in the queue. The receives behind it get the messages
- * before theirs; what has arrived in their buffers is saved, too. */
+/* Transfers of large messages to the buffers of receives, or, if they are fetched, to memory of ours. If the task of a
+ * receive is cancelled, its transfer goes on; then the message is saved to memory of ours, and keeps its position in
+ * the queue. The receives behind it get the messages before theirs; what has arrived in their buffers is saved, too. */
 #include <string.h>
 
 #include "link.h"
 
+tu_item_t *tu_link_fetch(tu_link_t *link, uint32_t number, uint64_t handle, char **data)
+{
+    tu_queue_t *queue = tu_queue_find(link, number);
+    tu_item_t *item   = queue == NULL || queue->count == 0 ? NULL : (tu_item_t *)queue->last;
+
+    if (item == NULL || item->state != TU_ITEM_HELD || item->handle != handle) {
+        return NULL;
+    }
+    item->data = tu_malloc(item->length > 0 ? item->length : 1);
+    if (item->data == NULL) {
+        return NULL;
+    }
+    *data       = item->data;
+    item->state = TU_ITEM_MOVING;
+    return item;
+}
+
+void tu_link_leave_there(tu_item_t *item)
+{
+    free(item->data);
+    item->data  = NULL;
+    item->state = TU_ITEM_HELD;
+    tu_places_serve(item->queue);
+}
+
 tu_item_t *tu_link_begin(tu_token_t *token, uint32_t number)
 {
     tu_queue_t *queue = tu_queue_find(token->link, number);
-    tu_item_t *item   = *tu_item_at(queue, tu_place_index(tu_place_in(token, queue)));
+    tu_item_t *item   = *tu_place_message(tu_place_in(token, queue));
 
     item->state  = TU_ITEM_MOVING;
     item->holder = token;
@@ -20,12 +45,12 @@ void tu_link_drop(tu_token_t *token, uint32_t number)
 {
     tu_queue_t *queue = tu_queue_find(token->link, number);
     tu_place_t *place = tu_place_in(token, queue);
-    tu_item_t **from  = tu_item_at(queue, tu_place_index(place));
+    tu_item_t **from  = tu_place_message(place);
     size_t length     = (*from)->length;
 
     tu_item_remove(token->link, queue, from);
     tu_report_dropped(token->link, queue, length);
-    tu_place_used(token, place, true);
+    tu_place_used(token, place);
 }
 
 /* Frees a message that was dropped during its transfer, which is over: the receive has its buffer again. */
@@ -35,13 +60,27 @@ static void free_dropped(tu_item_t *item)
         item->holder->held = NULL;
         tu_token_wake(item->holder);
     }
+    free(item->data);
     free(item);
 }
 
-bool tu_link_moved(tu_item_t *item)
+/* The message is in memory of ours. */
+static void became_ready(tu_link_t *link, tu_item_t *item)
+{
+    item->state = TU_ITEM_READY;
+    item->queue->large--;
+    tu_places_serve(item->queue);
+    tu_messages_keep_newest(link, item->queue);
+}
+
+bool tu_link_moved(tu_link_t *link, tu_item_t *item)
 {
     if (item->queue == NULL) {
         free_dropped(item);
+        return false;
+    }
+    if (item->data != NULL) { /* it was fetched */
+        became_ready(link, item);
         return false;
     }
     item->state = TU_ITEM_ARRIVED;
@@ -49,6 +88,11 @@ bool tu_link_moved(tu_item_t *item)
         tu_places_serve(item->queue);
     }
     return item->holder == NULL;
+}
+
+bool tu_item_is_dropped(const tu_item_t *item)
+{
+    return item->queue == NULL;
 }
 
 void tu_link_save(tu_link_t *link, tu_item_t *item, const void *data)
@@ -62,13 +106,7 @@ void tu_link_save(tu_link_t *link, tu_item_t *item, const void *data)
         item->holder->held = NULL;
         item->holder       = NULL;
     }
-    item->state = TU_ITEM_READY;
-    item->queue->large--;
-    tu_places_serve(item->queue);
-    if (item->queue->newest) {
-        tu_messages_keep_newest(link, item->queue);
-        tu_grant_if_due(link);
-    }
+    became_ready(link, item);
 }
 
 void tu_link_failed(tu_link_t *link, tu_item_t *item)

@@ -52,7 +52,19 @@ char *tu_links_out(tu_links_t *links)
 
 const char *tu_links_taken(const tu_links_t *links)
 {
-    return links->taken != NULL ? links->taken : links->out;
+    return links->at;
+}
+
+int tu_links_news(tu_links_t *links)
+{
+    int news = (tu_list_is_empty(&links->due) ? 0 : TU_NEWS_DUE) |
+               (tu_list_is_empty(&links->broken) ? 0 : TU_NEWS_BROKEN) |
+               (tu_list_is_empty(&links->batches) ? 0 : TU_NEWS_BATCHES) |
+               (links->posted ? TU_NEWS_POSTED : 0) |
+               (links->discarded == NULL ? 0 : TU_NEWS_DISCARDED);
+
+    links->posted = false;
+    return news;
 }
 
 size_t tu_links_length(const tu_links_t *links)
@@ -81,6 +93,16 @@ uint64_t tu_links_discarded(tu_links_t *links)
 void tu_links_progressed(tu_links_t *links)
 {
     links->polls++;
+}
+
+bool tu_links_sending(const tu_links_t *links)
+{
+    return links->kept > 0;
+}
+
+uint64_t tu_links_batches(const tu_links_t *links)
+{
+    return links->batches_sent;
 }
 
 size_t tu_links_due(tu_links_t *links, tu_token_t **out, size_t max)

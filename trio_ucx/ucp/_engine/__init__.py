@@ -1,7 +1,7 @@
 """The engine: what makes a UCX worker progress inside a Trio run, and the operations and endpoints that it has.
 
     arming                     what progresses a worker next: its state, and a table of transitions; without I/O
-    ending, batches            how an endpoint ends; small messages that wait to be sent as one
+    ending                     how an endpoint ends
     statistics, teardown,
       identity                 what one can ask about a worker; what ends with it
     trio_run, peer_processes   where a worker belongs; peers' processes
@@ -10,7 +10,8 @@
     operations                 operations in flight
     endpoints_to_worker,
       receive_queue            the choice of shared endpoints; a worker's queue in shared memory
-    tag_dispatch, dispatch     from records to operations, to Connections, and to whatever else receives
+    tag_dispatch, links,
+      dispatch                 from records to operations, to Connections, and to whatever else receives
     progress                   the progress task, a hook into Trio's loop, a timer for missed events
     engine                     the engine, which makes its parts
     endpoint_core, share       endpoints, and the shares that Connections have in them

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from ..._native import lib
 from .._memory.registered import note_arrived, unmap_unused
 from .._status import UCXError
+from .links import WorkerLinks
 from .operations import OperatingEngine
 from .receive_queue import ClosingEndpoint, ReceiveQueue
 from .stream_buffer import StreamBuffer
@@ -87,6 +88,7 @@ class DeliveringEngine(OperatingEngine, Protocol):
 
     endpoints: dict[int, EngineEndpoint]
     failures: list[tuple[int, int]]
+    links: WorkerLinks
     receive_queue: ReceiveQueue
     receivers: Receivers
     tag_dispatch: TagDispatch
@@ -114,8 +116,7 @@ def deliver(engine: DeliveringEngine, rows: list[int]) -> None:
                 tag_dispatch.messages += id  # their number, in records of this kind
                 sink = tag_dispatch.sinks.get(tag >> 32)
                 if sink is not None:
-                    data = tag_dispatch.arena[pointer : pointer + id * length].tobytes()
-                    sink.packed_arrived(tag & 0xFFFFFFFF, id, length, data)
+                    sink.packed_arrived(tag & 0xFFFFFFFF, id, length, tag_dispatch.arena + pointer)
             elif kind == _MESSAGE:
                 tag_dispatch.messages += 1
                 sink = tag_dispatch.sinks.get(tag >> 32)
@@ -127,6 +128,7 @@ def deliver(engine: DeliveringEngine, rows: list[int]) -> None:
                 _deliver_rare(engine, kind, id, -status, length, pointer)
         except BaseException as error:
             _failed(engine, kind, id, tag, error)
+    engine.links.settle()
 
 
 def _failed(engine: DeliveringEngine, kind: int, id: int, tag: int, error: BaseException) -> None:

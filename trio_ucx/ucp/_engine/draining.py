@@ -102,6 +102,7 @@ def _destroy(engine: Engine, handle: Any) -> None:
     # queue of a receiver that died. With every endpoint closed, nothing but this worker's own progress could still
     # touch their buffers, and that ends here.
     lib.tu_worker_destroy(handle)
+    engine.links.destroy()
     operations = list(engine.in_flight.values())
     engine.in_flight.clear()
     for operation in operations:

@@ -132,6 +132,10 @@ class Scope:
         if problem is not None:
             raise problem
 
+    def detach(self) -> None:
+        """UCX's endpoint goes, or has gone."""
+        self.handle = None
+
     def fail(self, error: UCXError) -> None:
         """Marks it as failed, and ends its operations. Failed or closed already: no effect."""
         raise NotImplementedError
@@ -221,7 +225,7 @@ class EndpointCore(Scope):
         """In a forked child: drops the handles."""
         self.handle = None
         for share in self.shares:
-            share.handle = None
+            share.detach()
 
     def open_stream_buffer(self) -> StreamBuffer:
         if self.stream_buffer is None:
@@ -358,7 +362,7 @@ class EndpointCore(Scope):
         self.operations.end(self.problem)
         shares, self.shares = list(self.shares), {}
         for share in shares:
-            share.handle = None  # none of them may use it while others are told
+            share.detach()  # none of them may use it while others are told
         for share in shares:
             contained(share.follow, self)
         beside, self.beside = self.beside, None
@@ -368,7 +372,7 @@ class EndpointCore(Scope):
 
     def _force_close(self) -> None:
         engine = self.engine
-        sending = self._sending()
+        sending = self._sending() or engine.links.sending
         handle = self._let_go()
         if not self.forcible:
             # UCX can only flush it, for as long as that takes, and keeps it as long as the peer has its end. Towards a

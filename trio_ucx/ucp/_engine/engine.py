@@ -50,10 +50,10 @@ from .._memory.registered import closed_memories
 from .._quirks.key_gate import KeyGate
 from .._status import Status, UCXError, broken
 from .arming import Arming, Event, Progress
-from .batches import Batches
 from .dispatch import EngineEndpoint, Receivers, deliver, deliver_failures
 from .endpoints_to_worker import EndpointsByWorker
 from .identity import Identity
+from .links import WorkerLinks
 from .operations import Operation
 from .peer_processes import PeerProcesses
 from .progress import ProgressTask
@@ -144,7 +144,7 @@ class Engine:
         self.figures = threading.RLock()
         self.teardown = Teardown()
         self.waiting = Waiting(self, spin, yield_interval)
-        self.batches = Batches(lambda: self.arming.watch())
+        self.links = WorkerLinks(self, lambda: self.arming.watch())
         self.receive_queue = receive_queue(self)
         self.progress_task: ProgressTask = ProgressTask(self)
         self.arming: Arming = Arming(
@@ -204,8 +204,10 @@ class Engine:
         self._reaping = True
         self.progress_count += 1
         try:
-            if self.batches.batches:
-                self.batches.send_all()
+            links = self.links
+            if links.deferred:
+                links.flush()
+            lib.tu_links_progressed(links.native)
             records, words, armed = self._buffers
             end = perf_counter() + _SLICE
             for _ in range(_ROUNDS):
@@ -237,8 +239,10 @@ class Engine:
         self._reaping = True
         self.progress_count += 1
         try:
-            if self.batches.batches:
-                self.batches.send_all()
+            links = self.links
+            if links.deferred:
+                links.flush()
+            lib.tu_links_progressed(links.native)
             records, words, _ = self._buffers
             count = function(self.handle, records, _BATCH)
             if count > 0:
@@ -267,6 +271,7 @@ class Engine:
         if not ready:
             self.progress_count += 1
             self._submit_count += 1
+            lib.tu_links_progressed(self.links.native)
             ready = lib.tu_worker_submit(self.handle)
         if ready or self.waiting.parked:
             self.arming.hurry()
@@ -403,7 +408,7 @@ class Engine:
             missed_events=self.counters["missed_events"],
             progress_calls=native.progress_calls,
             messages=self.tag_dispatch.messages,
-            batches=self.counters["batches"],
+            batches=lib.tu_links_batches(self.links.native),
             polls=native.polls,
             polls_paid=native.polls_paid,
             poll_seconds=native.poll_nanoseconds / 1e9,

@@ -119,7 +119,7 @@ def post_flush(core: Scope, owner: Scope | None = None) -> Operation | None:
         owner: what it belongs to, if that is not ``core``: a share, or the endpoint beside which ``core`` is.
     """
     owner = owner or core
-    core.engine.batches.send_all()
+    core.engine.links.flush()
     owner.check(over=core.endpoint)
     verdict = lib.tu_endpoint_flush(core.handle)
     return pending_operation(core.engine, verdict, None, "flushing an endpoint", owner)

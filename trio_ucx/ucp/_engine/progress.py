@@ -24,8 +24,8 @@ from ..._util.contained import ignoring_late_run
 from .._quirks.descriptors import opened
 from .._quirks.key_gate import KeyGate
 from .arming import DEFER_SECONDS, TIMER_SECONDS, ArmingState
-from .batches import Batches
 from .endpoints_to_worker import EndpointsByWorker
+from .links import WorkerLinks
 from .tag_dispatch import TagDispatch
 from .trio_run import HostedEngine, TrioRun
 from .waits import AwaitedEngine, Waiting
@@ -45,7 +45,7 @@ INTERRUPTED = 0.0002
 class ProgressingEngine(AwaitedEngine, HostedEngine, Protocol):
     """The part of the engine that this module uses."""
 
-    batches: Batches
+    links: WorkerLinks
     endpoints_by_worker: EndpointsByWorker
     key_gate: KeyGate
     run: TrioRun
@@ -90,11 +90,12 @@ class BeforeWait(trio.abc.Instrument):
     def before_io_wait(self, timeout: float) -> None:
         engine = self._engine
         try:
-            if engine.batches.batches and (
-                timeout > 0 or engine.run.clock_jumps or perf_counter() - engine.batches.since > DEFER_SECONDS
+            links = engine.links
+            if links.deferred and (
+                timeout > 0 or engine.run.clock_jumps or perf_counter() - links.since > DEFER_SECONDS
             ):
-                engine.batches.send_all()
-            engine.arming.before_wait(timeout, batches=bool(engine.batches.batches))
+                links.flush()
+            engine.arming.before_wait(timeout, batches=links.deferred)
         except BaseException as error:  # Trio would drop this instrument
             engine.internal_error(error)
             engine.reap_soon()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from ..._native import lib
 from ..._util.contained import contained
@@ -10,6 +11,13 @@ from .._status import UCXError
 from .ending import worker_failure
 from .endpoint_core import EndpointCore, Scope
 from .operations import Operation, OperationSet
+
+
+class LinkedToEndpoint(Protocol):
+    """What sends the messages of a Connection (``_link.native.NativeLink``)."""
+
+    def detach(self) -> None:
+        """The endpoint goes, or has gone."""
 
 
 class Share(Scope):
@@ -22,18 +30,20 @@ class Share(Scope):
         label: what to call the peer in messages.
 
     Attributes:
+        link: what sends over the endpoint, and is told first when that goes.
         on_end: called once when it fails, or its endpoint is closed; not when it is closed itself.
         on_internal_error: called with an exception in our own code, instead of failing.
     """
 
     NAME = "connection"
-    __slots__ = ("_endpoint", "on_end", "on_internal_error")
+    __slots__ = ("_endpoint", "link", "on_end", "on_internal_error")
 
     def __init__(self, endpoint: EndpointCore, label: str) -> None:
         engine = endpoint.engine
         super().__init__(engine, engine.next_id(), endpoint.handle, label, OperationSet(engine, endpoint.operations))
         self._endpoint = endpoint
         self.peer_address, self.features = endpoint.peer_address, endpoint.features
+        self.link: LinkedToEndpoint | None = None
         self.on_end: Callable[[], None] | None = None
         self.on_internal_error: Callable[[BaseException], None] | None = None
         self.ending.error = endpoint.error
@@ -42,6 +52,11 @@ class Share(Scope):
     @property
     def endpoint(self) -> EndpointCore:
         return self._endpoint
+
+    def detach(self) -> None:
+        self.handle = None
+        if self.link is not None:
+            self.link.detach()
 
     def fail(self, error: UCXError, *, left_clean: bool = False) -> None:
         """Marks it as failed, ends its operations, and leaves the endpoint. Failed or closed already: no effect.
@@ -70,7 +85,7 @@ class Share(Scope):
             self._leave(left_clean)
 
     def _leave(self, left_clean: bool) -> None:
-        self.handle = None
+        self.detach()
         operations = list(self.operations.pending)
         self.operations.end(self.problem)
         self._cancel(operations)
@@ -89,7 +104,7 @@ class Share(Scope):
             lib.tu_operation_cancel(self.engine.handle, operation.id)
 
     def follow(self, other: EndpointCore) -> None:
-        self.handle = None
+        self.detach()
         self.ending.error = self.error or other.error
         self.operations.end(self.problem)
         self._tell()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar, TypeVarTuple
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from ..._native import ffi, lib
 from .._context import Context
@@ -24,8 +24,15 @@ class TagSink(Protocol):
     def message_arrived(self, queue: int, handle: int, length: int) -> None:
         """A message arrived, and is UCX's until it is received."""
 
-    def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
-        """``count`` small messages of one length arrived; 0: one that had to come in one piece did not."""
+    def packed_arrived(self, queue: int, count: int, length: int, data: Any) -> None:
+        """``count`` small messages of one length arrived; 0: one that had to come in one piece did not.
+
+        Args:
+            data: where they are, one after the other, until the call returns.
+        """
+
+    def link_broke(self, status: int) -> None:
+        """Its link in C has broken: there was no memory, say."""
 
     def internal_error(self, error: BaseException) -> None:
         """Ends this connection, and no other, after an exception in our own code. Never raises."""
@@ -61,7 +68,7 @@ class TagDispatch:
         #: Whether the messages of Connections are dispatched here.
         self.claimed = False
         #: Where C code receives small messages; a record says at which offset.
-        self.arena = memoryview(ffi.buffer(lib.tu_worker_arena(engine.handle), lib.TU_ARENA))
+        self.arena: Any = lib.tu_worker_arena(engine.handle)
 
     def claim(self) -> None:
         """Makes C code take the messages of Connections off UCX's queue from now on."""

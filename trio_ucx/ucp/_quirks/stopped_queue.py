@@ -37,6 +37,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import trio
 
@@ -134,13 +135,16 @@ class _Probe:
         sinks[tag] = self
         return tag
 
-    def packed_arrived(self, queue: int, count: int, length: int, data: bytes) -> None:
+    def packed_arrived(self, queue: int, count: int, length: int, data: Any) -> None:
         """The worker has received the probe's message."""
         self.arrived = True
 
     def message_arrived(self, queue: int, handle: int, length: int) -> None:
         self._target.tag_dispatch.discard(handle)
         self.arrived = True
+
+    def link_broke(self, status: int) -> None:
+        raise AssertionError("a probe has no link")
 
     def internal_error(self, error: BaseException) -> None:
         report("an internal error of trio_ucx, while a shared-memory queue was probed", error)
