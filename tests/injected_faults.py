@@ -59,7 +59,9 @@ def break_connection(connection: trio_ucx.Connection) -> None:
 
 def break_deliveries(connection: trio_ucx.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     """Delivering a small message to a connection raises ZeroDivisionError."""
-    monkeypatch.setattr(internals(connection).receiving, "packed_arrived", lambda *_: 1 / 0)
+    link = internals(connection)
+    lib.tu_link_refer(link.native.handle, True)  # else C code takes it
+    monkeypatch.setattr(link.receiving, "packed_arrived", lambda *_: 1 / 0)
 
 
 def record_workers_left_alone(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -63,7 +63,11 @@ def compile_module(folder: str, native: Path, *options: str) -> str:
     compiler_arguments, _ = build_ffi.ucx_location()
     ffi = cffi.FFI()
     api = (native / "link" / "cdef.h").read_text()
-    ffi.cdef("typedef struct tu_endpoint tu_endpoint_t;\n" + api + (HERE / "native_link.h").read_text())
+    ffi.cdef(
+        "typedef struct tu_endpoint tu_endpoint_t;\ntypedef struct tu_worker tu_worker_t;\n"
+        + api
+        + (HERE / "native_link.h").read_text()
+    )
     ffi.set_source(
         NAME,
         '#include "link/link.h"\n#include "native_link.h"\n' + build_ffi.PREAMBLE,
@@ -97,7 +101,8 @@ class NativeLinks:
 
     def __init__(self, module: Any) -> None:
         self.ffi, self.lib = module.ffi, module.lib
-        self.links = self.lib.tu_links_create()
+        self.links = self.lib.tu_links_create(self.ffi.NULL)
+        self.news = self.lib.tu_links_has_news(self.links)
         self.out = self.ffi.buffer(self.lib.tu_links_out(self.links), self.lib.TU_LINK_OUT)
         self._log = self.ffi.new("char[]", 1 << 20)
         self._tokens = self.ffi.new("tu_token_t *[]", 256)
@@ -200,6 +205,8 @@ class PairedSide(Side):
         #: What the model has sent, and the C code has not been seen to send.
         self.expected: collections.deque[tuple[int, bytes]] = collections.deque()
         self._seen = self._requests = 0
+        #: What the last tu_links_news has told, and may still be so.
+        self._told = 0
         self._alone = False
         self._number = self.ffi.new("uint32_t *")
         self._counts = self.ffi.new("tu_link_counts_t *")
@@ -233,6 +240,7 @@ class PairedSide(Side):
         flushed = self.chance.random() < 0.2
         if flushed:
             lib.tu_links_flush(native.links)
+            self._told &= ~lib.TU_NEWS_BATCHES
         for each in native.sent():
             compare("sent", self.expected.popleft() if self.expected else None, each)
         if flushed:
@@ -271,7 +279,10 @@ class PairedSide(Side):
             (lib.fake_pending() + lib.fake_freed > self._requests, lib.TU_NEWS_POSTED),
             (dropped, lib.TU_NEWS_DISCARDED),
         ]
-        compare("news", sum(bit for there, bit in expected if there), lib.tu_links_news(native.links))
+        has_news, news = self.native.news[0], lib.tu_links_news(native.links)
+        compare("news", sum(bit for there, bit in expected if there), news)
+        compare("news since the last look", True, has_news or not news & ~self._told)
+        self._told = news & (lib.TU_NEWS_BATCHES | lib.TU_NEWS_DUE)
         discarded = set(iter(lambda: lib.tu_links_discarded(native.links), 0))
         compare("discarded", {self.handles[item] for item in dropped}, discarded)
         for item in dropped:
@@ -519,14 +530,25 @@ class PairedSide(Side):
         else:
             queue, data = wire.CONTROL, wire.encode_frame(_TO_WIRE[type(frame)](*frame))
         dropped = isinstance(frame, Message) and self.queue(queue).ended
-        native = self.lib.tu_link_arrived(self.link, queue, len(data), 1, data)
+        native = self._arrives(queue, data)
         try:
             super().arrived(frame)
         except Refused:
             compare("arrived", INVALID_PARAM, native)
             raise
-        compare("arrived", CANCELED if dropped else 0, native)
+        if native is not None:
+            compare("arrived", CANCELED if dropped else 0, native)
         self._check()
+
+    def _arrives(self, queue: int, data: bytes) -> int | None:
+        """A message arrives in C. Returns the status, or None: Python was not asked."""
+        taken = False
+        if self.chance.random() < 0.7:
+            refers = self.chance.random() < 0.2
+            self.lib.tu_link_refer(self.link, refers)
+            taken = self.lib.tu_links_take(self.native.links, 1 << 32 | queue, len(data), 1, data)
+            compare("taken although it is Python's", False, taken and (refers or (queue == wire.STREAM and not data)))
+        return None if taken else int(self.lib.tu_link_arrived(self.link, queue, len(data), 1, data))
 
     def failed(self, item: Item, number: int) -> None:
         with self._step_in_queues():

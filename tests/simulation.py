@@ -118,7 +118,7 @@ class SimulatedEngine:
         self.failures: list[tuple[int, int]] = []
         self.progress_count = 0
         self.figures = threading.RLock()
-        self.links = WorkerLinks(self, lambda: None)  # type: ignore[arg-type]
+        self.links = WorkerLinks(self, ffi.NULL, lambda: None)  # type: ignore[arg-type]
         self.waiting = SimpleNamespace(look=lambda: False)
         self.run = SimpleNamespace(inherited=False, spawn=self.spawn)
         self.peer_processes = SimpleNamespace(forget=lambda process, who: None)

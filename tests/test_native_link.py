@@ -104,7 +104,7 @@ import sys
 from pathlib import Path
 from native_link import build, play_paired
 module = build(Path(sys.argv[1]), native=Path(sys.argv[2]))
-for seed in range(60):
+for seed in range(100):
     play_paired(module, seed, 500, leave_due=seed % 2 == 1, several=seed % 4 > 1)
 """
 

@@ -151,7 +151,7 @@ async def test_a_message_that_is_lost_before_take_is_read_ends_the_connection(
         async with trio_ucx.connect(listener.address, worker=worker) as client:
             with monkeypatch.context() as patch:
                 patch.setattr(Receiving, "packed_arrived", lambda *_: 1 / 0)
-                client.send_nowait(b"lost")
+                await client.send_eof()  # its end of the byte stream is Python's
                 with trio.fail_after(15), pytest.raises(trio.BrokenResourceError, match="an internal error"):
                     await client.receive()
             client.abort()

@@ -219,7 +219,8 @@ class Receiving:
             length = lib.tu_link_receive(self.native.handle, number, limit, False)
         if length >= 0:
             data = self.taken(length)
-            self._links.settle()
+            if self._links.news[0]:
+                self._links.settle()
             return data
         if length != _EMPTY and length != _ENDED:
             self._links.settle()
@@ -232,12 +233,16 @@ class Receiving:
         if self.native.handle is None:
             return None
         length = lib.tu_link_receive(self.native.handle, number, ANY_LENGTH, True)
-        return self.taken(length) if length >= 0 else None
+        return self.looked_at(length) if length >= 0 else None
+
+    def looked_at(self, length: int) -> bytes:
+        """Returns the bytes of a message that was taken, or stays."""
+        return cast(bytes, ffi.unpack(lib.tu_links_taken(self._links.native), length))
 
     def taken(self, length: int) -> bytes:
-        """Returns the bytes of a message that was taken, or looked at."""
+        """Returns the bytes of a message that was taken."""
         if length <= _OUT:
-            return cast(bytes, ffi.buffer(lib.tu_links_taken(self._links.native), length)[:])
+            return cast(bytes, ffi.unpack(self._links.out, length))
         contents = new_bytes(length)
         ffi.memmove(ffi.from_buffer("char[]", contents), lib.tu_links_taken(self._links.native), length)
         return contents
@@ -381,10 +386,17 @@ class Receiving:
     @contextmanager
     def _awaiting(self, numbers: Collection[int] | None) -> Iterator[None]:
         self.any_waits.append(numbers or ())
+        self._refer()
         try:
             yield
         finally:
             self.any_waits.remove(numbers or ())
+            self._refer()
+
+    def _refer(self) -> None:
+        """C code refers messages to Python while a task waits in several tag queues, or once nothing is received."""
+        if self.native.handle is not None:
+            lib.tu_link_refer(self.native.handle, bool(self.any_waits) or self.life.receive_reported)
 
     @contextmanager
     def watching(self, numbers: Collection[int], signal: Signal) -> Iterator[None]:
@@ -551,6 +563,7 @@ class Receiving:
         """The user gets this error from a receive."""
         if isinstance(error, trio.BrokenResourceError) and not is_about_a_part(error):
             self.ending.reported = self.life.receive_reported = True
+            self._refer()
 
     def _failed(self, error: Exception) -> None:
         """Receives have ended with this error."""
@@ -803,7 +816,7 @@ class PendingReceive(Pending):
 
     def _contents(self, length: int) -> bytes:
         """The bytes of its message, if they are not in the user's buffer."""
-        return self._receiving.taken(length) if self._item is None else cast(bytes, self._fresh)
+        return self._receiving.looked_at(length) if self._item is None else cast(bytes, self._fresh)
 
     def _conclude(self, verdict: int) -> None:
         """Its token is over: it has got its message, or will get none."""

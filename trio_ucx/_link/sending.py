@@ -120,14 +120,9 @@ class Sending:
         if 0 < self.threshold <= size or (number == wire.STREAM and self.tail.pieces):
             return False
         verdict = lib.tu_link_send(self.native.handle, number, data, size)
-        links = self._links
-        if verdict == _BATCHED:
-            if not links.deferred:
-                links.defer()
-            return True
-        if links.deferred:
-            links.settle()  # it may have sent the batch before
-        if verdict == 0:
+        if self._links.news[0]:
+            self._links.settle()
+        if verdict in (0, _BATCHED):
             return True
         if verdict in (_WAITS, _ENDED):
             return False

@@ -29,6 +29,7 @@ typedef struct tu_am_queue tu_am_queue_t;
 #define TU_RECORD_CONCLUDED 8  /* id, status: what came of an operation is known, but UCX still has some of its memory.
                                   The operation's own record follows */
 #define TU_RECORD_NOTE 10      /* id, length, pointer: a notification; id: this side's endpoint to its sender, or 0 */
+#define TU_RECORD_TAKEN 11     /* id: so many packed messages arrived that C code has taken (link/) */
 #define TU_RECORD_DROPS 9      /* id: a queue of active messages drops some; at most one record a minute for each */
 
 #define TU_SMALL_MESSAGE 1024  /* the longest message that is packed */

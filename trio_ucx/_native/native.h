@@ -318,6 +318,9 @@ typedef struct tu_poll {
 typedef struct tu_long tu_long_t;
 typedef struct tu_pace tu_pace_t;
 
+/* Takes packed messages of a Connection. False: they are left to Python. */
+typedef bool (*tu_taker_t)(void *taker, uint64_t tag, size_t length, size_t count, const char *data);
+
 struct tu_worker {
     ucp_worker_h worker;
     const tu_context_t *context;
@@ -335,6 +338,8 @@ struct tu_worker {
     bool behind;               /* UCX has messages for which there was no room: tag_inbox.c */
     char *scratch;             /* TU_LONGEST_BATCH bytes; NULL: to be allocated */
     size_t arena_used;         /* starts at 0 again when the ring is empty */
+    tu_taker_t take;           /* is asked before Python; NULL: nobody is */
+    void *taker;
     char arena[TU_ARENA];
 
     tu_record_t *ring;
@@ -413,6 +418,7 @@ void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_
                     uint64_t tag, uint64_t pointer);
 /* The newest record, or NULL when the ring is empty. */
 tu_record_t *tu_ring_last(tu_worker_t *worker);
+/* Takes records, up to `max` for Python. Packed messages at the front go to worker->take; they become one record. */
 size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max);
 
 /* ---- query.c ---- */

@@ -108,16 +108,47 @@ void tu_ring_append(tu_worker_t *worker, uint64_t kind, uint64_t id, ucs_status_
     worker->counts.records++;
 }
 
+static tu_record_t *first(tu_worker_t *worker)
+{
+    return &worker->ring[worker->first];
+}
+
+static void remove_first(tu_worker_t *worker)
+{
+    worker->first = (worker->first + 1) & (worker->capacity - 1);
+    worker->used--;
+}
+
+/* Lets worker->take have the messages at the front, and returns their number. No later ones: what is left to Python comes
+ * in order. */
+static size_t take_messages(tu_worker_t *worker)
+{
+    size_t messages = 0;
+    const tu_record_t *record;
+
+    while (worker->take != NULL && worker->used > 0) {
+        record = first(worker);
+        if (record->kind != TU_RECORD_PACKED || record->id == 0 ||
+            !worker->take(worker->taker, record->tag, record->length, record->id, worker->arena + record->pointer)) {
+            break;
+        }
+        messages += record->id;
+        remove_first(worker);
+    }
+    return messages;
+}
+
 size_t tu_ring_take(tu_worker_t *worker, tu_record_t *out, size_t max)
 {
-    size_t count = worker->used < max ? worker->used : max;
-    size_t i;
+    size_t messages = take_messages(worker);
+    size_t count    = 0;
 
-    for (i = 0; i < count; i++) {
-        out[i] = worker->ring[(worker->first + i) & (worker->capacity - 1)];
+    if (messages > 0) {
+        out[count++] = (tu_record_t){.kind = TU_RECORD_TAKEN, .id = messages};
     }
-    worker->first = (worker->first + count) & (worker->capacity - 1);
-    worker->used     -= count;
+    for (; count < max && worker->used > 0; remove_first(worker)) {
+        out[count++] = *first(worker);
+    }
     worker->collected = 0;
     return count;
 }

@@ -27,8 +27,8 @@ typedef struct tu_link tu_link_t;
 typedef struct tu_token tu_token_t;
 typedef struct tu_item tu_item_t;
 
-/* All links of a worker. NULL: there is no memory. */
-tu_links_t *tu_links_create(void);
+/* All links of a worker, whose small messages they take from now on; NULL: of none. NULL: there is no memory. */
+tu_links_t *tu_links_create(tu_worker_t *worker);
 /* UCX's worker has gone. Every link was detached before. Freed with the last link. */
 void tu_links_destroy(tu_links_t *links);
 /* The bytes of the message that was taken last, until the next call. */
@@ -38,12 +38,14 @@ char *tu_links_out(tu_links_t *links);
 const char *tu_links_taken(const tu_links_t *links);
 /* What is to be done after calls that may wake somebody, or send. */
 int tu_links_news(tu_links_t *links);
+/* Where it says whether there is something new to be done since the last tu_links_news. */
+const bool *tu_links_has_news(const tu_links_t *links);
 /* The length of the message to which TU_LINK_TOO_LONG or _BEGIN was the answer, and UCX's handle of the latter. */
 size_t tu_links_length(const tu_links_t *links);
 uint64_t tu_links_handle(const tu_links_t *links);
 /* UCX's handle of a message that was dropped, which the caller releases; 0: there is none. */
 uint64_t tu_links_discarded(tu_links_t *links);
-/* The worker has progressed: a message that follows is no part of a burst. */
+/* Without a worker: it has progressed. (A message that follows is no part of a burst.) */
 void tu_links_progressed(tu_links_t *links);
 /* True while UCX has frames or batches that it has not sent. */
 bool tu_links_sending(const tu_links_t *links);
@@ -113,6 +115,12 @@ int64_t tu_link_flush(tu_link_t *link);
 
 /* ---- receiving ---- */
 
+/* Small messages of one length have arrived, for the link whose id is in their tag. Returns false if Python is to have them,
+ * and then to call tu_link_arrived if they are a link's: control frames of Python's, what breaks the protocol, the end of
+ * the byte stream, the first messages of a conversation, and all messages of a link that refers them to Python. */
+bool tu_links_take(tu_links_t *links, uint64_t tag, size_t length, size_t count, const char *data);
+/* Python wants to hear of each message that arrives, or no longer. */
+void tu_link_refer(tu_link_t *link, bool refers);
 /* Small messages of one length have arrived. Returns 0; 1 if they are a control frame that is Python's; or a status:
  * UCS_ERR_INVALID_PARAM, they break the protocol; _NO_MEMORY, the link has broken; _CANCELED, they were dropped. */
 int tu_link_arrived(tu_link_t *link, uint32_t number, size_t length, size_t count, const char *data);

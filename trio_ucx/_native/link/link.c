@@ -1,5 +1,54 @@
-/* Opens, ends and closes links, the messages of Connections, and counts. */
+/* Opens, ends and closes links, the messages of Connections; what arrives for them, and counts. */
+#include <sys/random.h>
+
 #include "link.h"
+
+bool tu_links_take(tu_links_t *links, uint64_t tag, size_t length, size_t count, const char *data)
+{
+    tu_link_t *link = tu_links_find(links, tag >> 32);
+    uint32_t number = (uint32_t)tag;
+    const tu_queue_t *queue;
+    int status;
+
+    if (link == NULL || link->refers || (number == TU_STREAM_QUEUE && length == 0)) {
+        return false;
+    }
+    if (number > TU_STREAM_QUEUE) {
+        queue = tu_queue_find(link, number);
+        if (queue == NULL || !queue->open) {
+            return false;
+        }
+    }
+    status = tu_link_arrived(link, number, length, count, data);
+    return status != 1 && status != UCS_ERR_INVALID_PARAM;
+}
+
+static bool take(void *links, uint64_t tag, size_t length, size_t count, const char *data)
+{
+    return tu_links_take(links, tag, length, count, data);
+}
+
+tu_links_t *tu_links_create(tu_worker_t *worker)
+{
+    tu_links_t *links = tu_calloc(1, sizeof(*links));
+
+    if (links != NULL) {
+        links->worker = worker;
+        if (worker != NULL) {
+            worker->take  = take;
+            worker->taker = links;
+        }
+        tu_list_init(&links->due);
+        tu_list_init(&links->broken);
+        tu_list_init(&links->batches);
+        tu_list_init(&links->detached);
+        if (getrandom(&links->key, sizeof(links->key), GRND_NONBLOCK) < 0) {
+            links->key = (uint32_t)((uintptr_t)links >> 4);
+        }
+        links->key |= 1;
+    }
+    return links;
+}
 
 tu_link_t *tu_link_open(tu_links_t *links, tu_endpoint_t *endpoint, const tu_link_terms_t *terms)
 {
@@ -15,7 +64,10 @@ tu_link_t *tu_link_open(tu_links_t *links, tu_endpoint_t *endpoint, const tu_lin
         tu_list_init(&link->awaited);
         tu_list_init(&link->in_batches);
         tu_list_init(&link->kept);
-        links->count++;
+        if (!tu_links_add(links, link)) {
+            free(link);
+            link = NULL;
+        }
     }
     return link;
 }
@@ -92,6 +144,11 @@ void tu_link_detach(tu_link_t *link)
     tu_queues_each(link, tu_sends_end);
 }
 
+void tu_link_refer(tu_link_t *link, bool refers)
+{
+    link->refers = refers;
+}
+
 void tu_link_divert(tu_link_t *link, tu_outlet_t outlet, void *context)
 {
     link->outlet         = outlet;
@@ -101,6 +158,7 @@ void tu_link_divert(tu_link_t *link, tu_outlet_t outlet, void *context)
 void tu_link_close(tu_link_t *link)
 {
     tu_link_detach(link);
+    tu_links_remove(link->links, link);
     link->closed = true;
     tu_queues_each(link, tu_messages_drop);
     tu_link_answers(link, true, true, true);

@@ -137,8 +137,13 @@ struct tu_links {
     char *taken;               /* the message that was taken last, if it was too long for `out` */
     const char *at;            /* where the message is that was taken, or looked at */
     bool posted;               /* since the last tu_links_news */
+    bool has_news;             /* since the last tu_links_news */
+    tu_worker_t *worker;       /* NULL: none, or it is gone */
+    tu_link_t **by_id;         /* a hash table */
+    size_t id_count;           /* of its buckets: a power of two; 0: none were needed yet */
     uint32_t key;              /* of the tables of queues: a peer does not know which queues share a bucket */
-    uint64_t polls, batches_sent;
+    uint64_t progressed;       /* without a worker */
+    uint64_t batches_sent;
     size_t kept;               /* frames and batches that UCX has, of all links */
     size_t count;              /* links that have memory */
     bool destroyed;
@@ -149,8 +154,10 @@ struct tu_links {
 
 struct tu_link {
     tu_links_t *links;
+    tu_link_t *next;           /* in its bucket of links->by_id */
     tu_endpoint_t *endpoint;
     bool detached, closed;
+    bool refers;               /* Python hears of each message */
     tu_outlet_t outlet;        /* instead of UCX; NULL: UCX */
     void *outlet_context;
     tu_link_terms_t terms;
@@ -181,7 +188,8 @@ struct tu_link {
     tu_list_t in_batches;
     size_t head;               /* of its last group: where its head is, queue, length, number */
     uint32_t group, group_length, group_count;
-    uint64_t sent_at, sent_polls;
+    uint64_t sent_at;
+    uint64_t sent_progressed;  /* how often the worker had progressed then */
     char unreported[TU_LONGEST_FRAME]; /* DROPPED, for which there was no memory; it goes before the next frame */
     size_t unreported_length;  /* 0: there is none */
     tu_list_t kept;            /* tu_outgoing_t */
@@ -217,6 +225,11 @@ tu_queue_t *tu_queue_next(const tu_link_t *link, const tu_queue_t *queue);
 
 /* ---- worker.c ---- */
 
+/* Registers a link by its id. False: there is no memory. */
+bool tu_links_add(tu_links_t *links, tu_link_t *link);
+void tu_links_remove(tu_links_t *links, tu_link_t *link);
+tu_link_t *tu_links_find(const tu_links_t *links, uint64_t id);
+uint64_t tu_links_count_progress(const tu_links_t *links);
 void tu_link_broke(tu_link_t *link, ucs_status_t status);
 tu_token_t *tu_token_new(tu_link_t *link, size_t places);
 /* Adds it to the tokens that are due, unless its task was woken already. */

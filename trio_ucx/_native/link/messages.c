@@ -174,6 +174,7 @@ void tu_item_drop(tu_link_t *link, tu_queue_t *queue, tu_item_t **from)
     if (item->state == TU_ITEM_HELD && item->handle != 0) {
         item->next             = link->links->discarded;
         link->links->discarded = item;
+        link->links->has_news  = true;
         return;
     }
     if (item->data != item->here) {

@@ -188,7 +188,7 @@ static void post_outgoing(tu_link_t *link, uint32_t number, tu_outgoing_t *outgo
     link->endpoint->worker->others++;
     answer = ucp_tag_send_nbx(link->endpoint->ep, outgoing->data, outgoing->size, tag, &param);
     if (UCS_PTR_IS_PTR(answer)) { /* its callback comes, or has come */
-        link->links->posted = true;
+        link->links->posted = link->links->has_news = true;
     } else {
         outgoing_over(outgoing, UCS_PTR_RAW_STATUS(answer));
     }
@@ -217,6 +217,7 @@ static bool batch_begin(tu_link_t *link)
     link->batch->size  = 0;
     link->group_count = 0;
     tu_list_append(&links->batches, &link->in_batches);
+    links->has_news = true;
     return true;
 }
 
@@ -276,8 +277,8 @@ static uint64_t clock_of(const tu_link_t *link)
 
 void tu_link_expect_more(tu_link_t *link)
 {
-    link->sent_at    = clock_of(link);
-    link->sent_polls = link->links->polls;
+    link->sent_at         = clock_of(link);
+    link->sent_progressed = tu_links_count_progress(link->links);
 }
 
 /* ---- frames ---- */
@@ -334,16 +335,17 @@ static int64_t send_now(tu_link_t *link, tu_queue_t *queue, const void *data, si
 {
     uint32_t number = tu_queue_other(queue->number);
     bool follows    = false;
-    uint64_t now;
+    uint64_t now, progressed;
 
     if (length <= TU_SMALL_MESSAGE) {
-        now     = clock_of(link);
-        follows = link->batch != NULL ||
-                  (link->links->polls == link->sent_polls && now - link->sent_at < FOLLOWS_NANOSECONDS);
+        now        = clock_of(link);
+        progressed = tu_links_count_progress(link->links);
+        follows    = link->batch != NULL ||
+                     (progressed == link->sent_progressed && now - link->sent_at < FOLLOWS_NANOSECONDS);
         if (link->batch == NULL) {
-            link->sent_at    = now;
-            link->sent_polls = link->links->polls;
-            follows          = follows && batch_begin(link);
+            link->sent_at         = now;
+            link->sent_progressed = progressed;
+            follows               = follows && batch_begin(link);
         }
         if (follows) { /* other tasks may run for long before the thread sleeps */
             if (batch_add(link, number, data, length) || now - link->sent_at > FOLLOWS_NANOSECONDS) {

@@ -1,26 +1,7 @@
 /* What a worker's links share, and the tokens of the tasks that wait. */
-#include <sys/random.h>
-
 #include "link.h"
 
 /* ---- the links of a worker ---- */
-
-tu_links_t *tu_links_create(void)
-{
-    tu_links_t *links = tu_calloc(1, sizeof(*links));
-
-    if (links != NULL) {
-        tu_list_init(&links->due);
-        tu_list_init(&links->broken);
-        tu_list_init(&links->batches);
-        tu_list_init(&links->detached);
-        if (getrandom(&links->key, sizeof(links->key), GRND_NONBLOCK) < 0) {
-            links->key = (uint32_t)((uintptr_t)links >> 4);
-        }
-        links->key |= 1;
-    }
-    return links;
-}
 
 static void links_free_if_over(tu_links_t *links)
 {
@@ -35,6 +16,7 @@ static void links_free_if_over(tu_links_t *links)
         }
         free(links->spare);
         free(links->taken);
+        free(links->by_id);
         free(links);
     }
 }
@@ -42,6 +24,7 @@ static void links_free_if_over(tu_links_t *links)
 void tu_links_destroy(tu_links_t *links)
 {
     links->destroyed = true;
+    links->worker    = NULL;
     links_free_if_over(links);
 }
 
@@ -63,8 +46,13 @@ int tu_links_news(tu_links_t *links)
                (links->posted ? TU_NEWS_POSTED : 0) |
                (links->discarded == NULL ? 0 : TU_NEWS_DISCARDED);
 
-    links->posted = false;
+    links->posted = links->has_news = false;
     return news;
+}
+
+const bool *tu_links_has_news(const tu_links_t *links)
+{
+    return &links->has_news;
 }
 
 size_t tu_links_length(const tu_links_t *links)
@@ -92,7 +80,12 @@ uint64_t tu_links_discarded(tu_links_t *links)
 
 void tu_links_progressed(tu_links_t *links)
 {
-    links->polls++;
+    links->progressed++;
+}
+
+uint64_t tu_links_count_progress(const tu_links_t *links)
+{
+    return links->worker != NULL ? links->worker->counts.progress_calls : links->progressed;
 }
 
 bool tu_links_sending(const tu_links_t *links)
@@ -129,6 +122,67 @@ uint64_t tu_links_broken(tu_links_t *links, int *status)
     return link->terms.id;
 }
 
+/* ---- links by their ids ---- */
+
+static tu_link_t **bucket(const tu_links_t *links, uint64_t id)
+{
+    return &links->by_id[(id * UINT64_C(0x9e3779b97f4a7c15) >> 32) & (links->id_count - 1)];
+}
+
+tu_link_t *tu_links_find(const tu_links_t *links, uint64_t id)
+{
+    tu_link_t *link = links->id_count == 0 ? NULL : *bucket(links, id);
+
+    while (link != NULL && link->terms.id != id) {
+        link = link->next;
+    }
+    return link;
+}
+
+static void put(tu_links_t *links, tu_link_t *link)
+{
+    tu_link_t **first = bucket(links, link->terms.id);
+
+    link->next = *first;
+    *first     = link;
+}
+
+bool tu_links_add(tu_links_t *links, tu_link_t *link)
+{
+    size_t i, old_count = links->id_count;
+    tu_link_t **old     = links->by_id, *next;
+
+    if (links->count >= old_count) {
+        links->id_count = old_count == 0 ? 4 : 2 * old_count;
+        links->by_id    = tu_calloc(links->id_count, sizeof(*links->by_id));
+        if (links->by_id == NULL) {
+            links->by_id    = old;
+            links->id_count = old_count;
+            return false;
+        }
+        for (i = 0; i < old_count; i++) {
+            for (; old[i] != NULL; old[i] = next) {
+                next = old[i]->next;
+                put(links, old[i]);
+            }
+        }
+        free(old);
+    }
+    put(links, link);
+    links->count++;
+    return true;
+}
+
+void tu_links_remove(tu_links_t *links, tu_link_t *link)
+{
+    tu_link_t **place = bucket(links, link->terms.id);
+
+    while (*place != link) {
+        place = &(*place)->next;
+    }
+    *place = link->next;
+}
+
 /* ---- tokens ---- */
 
 tu_token_t *tu_token_new(tu_link_t *link, size_t places)
@@ -147,7 +201,7 @@ tu_token_t *tu_token_new(tu_link_t *link, size_t places)
 void tu_token_wake(tu_token_t *token)
 {
     if (!token->is_due) {
-        token->is_due = true;
+        token->is_due = token->link->links->has_news = true;
         tu_list_append(&token->link->links->due, &token->due);
     }
 }
@@ -185,7 +239,8 @@ void tu_token_free(tu_token_t *token)
 void tu_link_broke(tu_link_t *link, ucs_status_t status)
 {
     if (link->status == UCS_OK && !link->closed) {
-        link->status = status;
+        link->status          = status;
+        link->links->has_news = true;
         tu_list_append(&link->links->broken, &link->news);
     }
 }

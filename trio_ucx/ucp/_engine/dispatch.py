@@ -25,6 +25,7 @@ from .waits import Waiters
 
 _FIELDS = lib.TU_RECORD_FIELDS
 _OPERATION, _PACKED, _MESSAGE = lib.TU_RECORD_OPERATION, lib.TU_RECORD_PACKED, lib.TU_RECORD_MESSAGE
+_TAKEN = lib.TU_RECORD_TAKEN
 
 
 class Receivers:
@@ -103,7 +104,9 @@ def deliver(engine: DeliveringEngine, rows: list[int]) -> None:
     for start in range(0, len(rows), _FIELDS):
         kind, id, status, length, tag, pointer = rows[start : start + _FIELDS]
         try:
-            if kind == _OPERATION:
+            if kind == _TAKEN:
+                tag_dispatch.messages += id  # their number, in records of this kind
+            elif kind == _OPERATION:
                 operation = engine.in_flight.pop(id, None)
                 if operation is None:
                     engine.teardown.unrecorded.pop(id, None)
@@ -113,7 +116,7 @@ def deliver(engine: DeliveringEngine, rows: list[int]) -> None:
                     except BaseException as error:
                         operation.internal_error(error)
             elif kind == _PACKED:
-                tag_dispatch.messages += id  # their number, in records of this kind
+                tag_dispatch.messages += id
                 sink = tag_dispatch.sinks.get(tag >> 32)
                 if sink is not None:
                     sink.packed_arrived(tag & 0xFFFFFFFF, id, length, tag_dispatch.arena + pointer)
@@ -128,7 +131,8 @@ def deliver(engine: DeliveringEngine, rows: list[int]) -> None:
                 _deliver_rare(engine, kind, id, -status, length, pointer)
         except BaseException as error:
             _failed(engine, kind, id, tag, error)
-    engine.links.settle()
+    if engine.links.news[0]:
+        engine.links.settle()
 
 
 def _failed(engine: DeliveringEngine, kind: int, id: int, tag: int, error: BaseException) -> None:

@@ -144,7 +144,7 @@ class Engine:
         self.figures = threading.RLock()
         self.teardown = Teardown()
         self.waiting = Waiting(self, spin, yield_interval)
-        self.links = WorkerLinks(self, lambda: self.arming.watch())
+        self.links = WorkerLinks(self, handle, lambda: self.arming.watch())
         self.receive_queue = receive_queue(self)
         self.progress_task: ProgressTask = ProgressTask(self)
         self.arming: Arming = Arming(
@@ -204,10 +204,8 @@ class Engine:
         self._reaping = True
         self.progress_count += 1
         try:
-            links = self.links
-            if links.deferred:
-                links.flush()
-            lib.tu_links_progressed(links.native)
+            if self.links.deferred:
+                self.links.flush()
             records, words, armed = self._buffers
             end = perf_counter() + _SLICE
             for _ in range(_ROUNDS):
@@ -239,10 +237,8 @@ class Engine:
         self._reaping = True
         self.progress_count += 1
         try:
-            links = self.links
-            if links.deferred:
-                links.flush()
-            lib.tu_links_progressed(links.native)
+            if self.links.deferred:
+                self.links.flush()
             records, words, _ = self._buffers
             count = function(self.handle, records, _BATCH)
             if count > 0:
@@ -271,7 +267,6 @@ class Engine:
         if not ready:
             self.progress_count += 1
             self._submit_count += 1
-            lib.tu_links_progressed(self.links.native)
             ready = lib.tu_worker_submit(self.handle)
         if ready or self.waiting.parked:
             self.arming.hurry()

@@ -44,10 +44,12 @@ class WorkerLinks:
     """All links of one worker.
 
     Args:
+        worker: ``tu_worker_t``, or NULL.
         watch: makes the hook before Trio's waits look, which bounds how long batches wait (``progress.py``).
 
     Attributes:
         native: ``tu_links_t``.
+        news: its first element is true when there is something to settle.
         waiting: what waits with a token.
         deferred: whether there may be batches; ``since``, since when.
 
@@ -55,12 +57,13 @@ class WorkerLinks:
         MemoryError: there is no memory for them.
     """
 
-    def __init__(self, engine: LinkingEngine, watch: Callable[[], None]) -> None:
+    def __init__(self, engine: LinkingEngine, worker: Any, watch: Callable[[], None]) -> None:
         self._engine = engine
         self._watch = watch
-        self.native: Any = lib.tu_links_create()
+        self.native: Any = lib.tu_links_create(worker)
         if self.native == ffi.NULL:
             raise MemoryError("no memory for the links of a worker")
+        self.news: Any = lib.tu_links_has_news(self.native)
         self.waiting: dict[Any, Waits] = {}
         self.deferred = False
         self.since = 0.0
