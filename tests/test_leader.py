@@ -1,4 +1,4 @@
-"""The leader: a parked task that waits for the worker's descriptor itself (``ucp/_engine/arming.py``)."""
+"""The leader: a parked task that waits for the worker's descriptor itself (``ucp/_engine/listening.py``)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from outcome import Value
 import trio_ucx
 from trio_ucx import ucp
 from trio_ucx.testing import internals
-from trio_ucx.ucp._engine import arming
-from trio_ucx.ucp._engine.arming import ArmingState
+from trio_ucx.ucp._engine import progress
 from trio_ucx.ucp._engine.lifetime import close_now
-from trio_ucx.ucp._engine.waits import Pending, Waiting
+from trio_ucx.ucp._engine.listening import Listening, State
+from trio_ucx.ucp._engine.waits import Pending
 
 #: Round trips that are counted together, and how often they are.
 TRIPS, PARTS = 100, 6
@@ -44,29 +44,27 @@ class Steps(trio.abc.Instrument):
 async def open_led(transports: str) -> AsyncIterator[tuple[trio_ucx.Connection, trio_ucx.Connection, ucp.Worker]]:
     """Opens two connected workers that do not poll. A task that parks in ``server.receive()`` leads the worker.
 
-    However busy the machine is: deferred work becomes overdue only when Trio has nothing else to run.
+    However busy the machine is: the worker stays free until a task waits.
     """
     config = {"TLS": transports}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arming, "MAX_DEFER_SECONDS", 60.0)
-        patch.setattr(arming, "MIN_DEFER_ROUNDS", 1_000_000)
+        patch.setattr(progress, "FIRST_TICK", 60.0)
         async with (
             ucp.open_worker(config=config, spin=0) as worker,
             ucp.open_worker(config=config, spin=0) as other,
             open_pair(other, worker) as (client, server),
         ):
-            for _ in range(2):  # the progress task has looked once, and steps aside from then on
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(server.receive)
-                    await trio.sleep(0.01)  # it parks; the first does not lead
-                    await client.send(b"x")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(server.receive)
+                await trio.sleep(0.01)  # it parks, and the progress task listens
+                await client.send(b"x")
             yield client, server, worker
 
 
 async def wait_led(worker: ucp.Worker) -> None:
     """Waits until a task leads."""
     with trio.fail_after(10):
-        await until(lambda: internals(worker).arming.led)
+        await until(lambda: internals(worker).listening.state is State.LED)
 
 
 async def test_a_round_trip_wakes_one_task(transports: str) -> None:
@@ -261,20 +259,19 @@ async def test_not_led_if_the_wait_ends_while_arming() -> None:
         async with trio.open_nursery() as nursery:
             scope = trio.CancelScope()
             with trio.fail_after(10):
-                while not engine.arming.led:  # on a busy machine the progress task may be there first
+                while engine.listening.state is not State.LED:  # on a busy machine the progress task may be there first
                     scope.cancel()
                     await lead()
                     scope = trio.CancelScope()
                     nursery.start_soon(follow, scope)
                     await trio.testing.wait_all_tasks_blocked()
             await lead()
-            assert engine.arming.state is ArmingState.SUSPENDED
+            assert engine.listening.state is State.FREE
             far.abort()
             internals(client.worker).reap()
             time.sleep(0.05)  # it arrives, and nobody looks
             with pytest.raises(trio.BrokenResourceError):
                 await near.wait_closed()
-            assert not engine.arming.led or engine.waiting.leader is not None
             with trio.fail_after(10):
                 await client.send(b"y", tag=7)
         assert got == [b"y"]
@@ -285,7 +282,7 @@ async def test_a_leader_that_is_not_woken_can_be_cancelled(transports: str, monk
     async with open_led(transports) as (client, server, worker), trio.open_nursery() as nursery:
         failed = False
 
-        def wake_leader(_: Waiting) -> None:
+        def wake_leader(_: Listening) -> None:
             nonlocal failed
             failed = True
             raise MemoryError("injected")
@@ -293,7 +290,7 @@ async def test_a_leader_that_is_not_woken_can_be_cancelled(transports: str, monk
         nursery.start_soon(server.receive)
         await wait_led(worker)
         with monkeypatch.context() as patch, trio.fail_after(10):
-            patch.setattr(Waiting, "wake_leader", wake_leader)
+            patch.setattr(Listening, "wake_leader", wake_leader)
             client.send_nowait(b"x")
             internals(client.worker).links.flush()
             while not failed:

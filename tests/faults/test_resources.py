@@ -141,7 +141,7 @@ async def test_without_memory_a_connection_opens_on_both_sides_or_on_neither(tra
     """A side that could not post its HELLO had no connection, and the other one had."""
     config = {"TLS": transports}
     opened = []
-    for allowed in range(18):
+    for allowed in range(20):
         async with ucp.open_worker(config=config) as one, ucp.open_worker(config=config) as other:
             async with open_listener(other) as listener:
                 client = None

@@ -35,6 +35,24 @@ static bool progress_until_quiet(tu_worker_t *worker, size_t enough, uint64_t en
     return true;
 }
 
+/* Sequences and copies of ours have nothing to do. */
+static bool may_sleep(const tu_worker_t *worker)
+{
+    return worker->background.ready == 0 && worker->background.copies == 0;
+}
+
+/* Returns what ucp_worker_arm does; UCS_ERR_NO_PROGRESS: something came before that. */
+static ucs_status_t arm_once(tu_worker_t *worker)
+{
+    ucs_status_t status = ucp_worker_arm(worker->worker);
+
+    /* InfiniBand's completion queues do not announce what came before arming, and UCX does not look for it. */
+    if (status == UCS_OK && worker->late_events && (tu_inbox_progress(worker) != 0 || worker->used != 0)) {
+        return UCS_ERR_NO_PROGRESS;
+    }
+    return status;
+}
+
 /* Makes UCX progress until nothing moves, or for TU_SLICE, or with `once` until something has arrived; collects
  * messages, and takes up to `max` records. Arms only when there are none: *armed is then TU_ARMED (the descriptor will
  * become readable) or TU_BUSY (the worker cannot be armed: call again after a while). TU_MORE means that there is more
@@ -54,21 +72,18 @@ int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max
             tu_inbox_complete_last(worker);
         }
         count = take_records(worker, out, max);
-        if (count > 0 || !arm || !in_time || worker->background.ready > 0 || worker->background.copies > 0 ||
-            tu_poll_sequences(worker, steps)) {
+        if (count > 0 || !arm || !in_time || !may_sleep(worker) || tu_poll_sequences(worker, steps)) {
             return (int)count;
         }
         if (tu_inbox_lacks_memory(worker)) {
             *armed = TU_BUSY; /* UCX would not wake the worker for messages that it has already */
             return 0;
         }
-        switch (ucp_worker_arm(worker->worker)) {
+        switch (arm_once(worker)) {
         case UCS_OK:
-            /* InfiniBand's completion queues do not announce what came before arming, and UCX does not look for it. */
-            if (!worker->late_events || (tu_inbox_progress(worker) == 0 && worker->used == 0)) {
-                *armed = TU_ARMED;
-                return 0;
-            }
+            *armed = TU_ARMED;
+            return 0;
+        case UCS_ERR_NO_PROGRESS:
             if (tu_now() >= end) {
                 return 0;
             }
@@ -103,12 +118,14 @@ int tu_worker_look_unsignalled(int efd, tu_worker_t *worker, tu_record_t *out, s
     return tu_readable(efd) ? 0 : tu_worker_look(worker, out, max);
 }
 
-/* Makes UCX progress for what was just posted, for TU_SLICE at most. Returns true if records are in the ring,
- * where they stay. */
-bool tu_worker_submit(tu_worker_t *worker)
+/* Makes UCX progress for what was just posted, for TU_SLICE at most; records stay in the ring. Returns true if the worker
+ * was to be armed, and is: UCX has nothing more to do, and there are no records. */
+bool tu_worker_submit(tu_worker_t *worker, bool arm)
 {
-    progress_until_quiet(worker, 1, tu_now() + TU_SLICE);
-    return worker->used > 0;
+    bool quiet = progress_until_quiet(worker, 1, tu_now() + TU_SLICE);
+
+    return arm && quiet && worker->used == 0 && may_sleep(worker) && !tu_inbox_lacks_memory(worker) &&
+           arm_once(worker) == UCS_OK;
 }
 
 int tu_worker_signal(tu_worker_t *worker)

@@ -251,7 +251,7 @@ uint64_t tu_worker_moved(const tu_worker_t *worker);
 int tu_worker_progress_and_arm(tu_worker_t *worker, tu_record_t *out, size_t max, bool arm, bool once, int *armed);
 int tu_worker_look(tu_worker_t *worker, tu_record_t *out, size_t max);
 int tu_worker_look_unsignalled(int efd, tu_worker_t *worker, tu_record_t *out, size_t max);
-bool tu_worker_submit(tu_worker_t *worker);
+bool tu_worker_submit(tu_worker_t *worker, bool arm);
 int tu_worker_signal(tu_worker_t *worker);
 
 /* key_gate.c */

@@ -9,7 +9,7 @@ from .._link import ChannelState, Link
 from .._link.sending import SendOperation
 from .._rules import wire
 from .._util.socket_addresses import is_loopback
-from ..ucp._internal_api import ArmingState, Engine, Operation
+from ..ucp._internal_api import Engine, Operation
 from .frames import TaskPlace
 from .items import counted
 from .network import no_answer, stopped_process
@@ -44,7 +44,7 @@ def of_worker(engine: Engine) -> Iterator[str]:
             "the worker's shared-memory queue has stopped, because a local peer was killed while it wrote to it: "
             "nothing arrives over shared memory any more. Connect again; raw endpoints need another worker"
         )
-    elif engine.arming.state is ArmingState.BACKING_OFF and engine.progress_task.is_quiet:
+    elif engine.progress_task.is_quiet:
         yield (
             "UCX has work that it cannot do: the shared-memory queue of a local peer is full because the peer does not "
             "run, or this worker's own queue waits for a peer that was stopped in the middle of writing"

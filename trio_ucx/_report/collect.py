@@ -23,7 +23,7 @@ from .._link.sending import SendOperation
 from .._rules.life import Peer
 from .._version import SOFTWARE
 from ..ucp import ActiveMessages
-from ..ucp._internal_api import ArmingState, EndpointCore, Engine, ListenerCore, Operation, endpoints_of, engines
+from ..ucp._internal_api import EndpointCore, Engine, ListenerCore, ListeningState, Operation, endpoints_of, engines
 from . import causes
 from .frames import (
     TaskPlace,
@@ -41,12 +41,10 @@ from .network import silent_hosts, stopped_process
 BLOCKED = 0.5
 
 _STATES = {
-    ArmingState.ARMED: "waits for UCX's events",
-    ArmingState.DISARMED: "is progressed by tasks that poll or run",
-    ArmingState.SUSPENDED: "is progressed by tasks that poll or run",
-    ArmingState.PROGRESSING: "is being progressed",
-    ArmingState.BACKING_OFF: "has work that UCX cannot do yet",
-    ArmingState.ENDED: "is not progressed any more",
+    ListeningState.LED: "waits for UCX's events, by the task that waits for one",
+    ListeningState.SERVED: "waits for UCX's events",
+    ListeningState.FREE: "is progressed by the tasks that use it",
+    ListeningState.ENDED: "is not progressed any more",
 }
 _PEERS = {Peer.OPEN: "open", Peer.STOPPED: "which the peer is closing", Peer.LOST: "lost"}
 _T = TypeVar("_T")
@@ -146,7 +144,7 @@ class _Collector:
     # ---- workers ----
 
     def worker(self, engine: Engine) -> Item:
-        state, context = engine.arming.state, engine.context
+        state, context = engine.listening.state, engine.context
         template = (
             "worker {name} of {thread} {does} ({state}, the progress task ran {seconds} ago); transports {transports}; "
             "operations in flight: {operations}; closes in the background: {background_closes}"
@@ -176,7 +174,7 @@ class _Collector:
             items,
             name=engine.identity.attributes.name,
             thread=_thread(engine.run.thread),
-            does=_STATES[state],
+            does="has work that UCX cannot do yet" if engine.progress_task.backs_off else _STATES[state],
             state=state.name,
             seconds=self.now - engine.progress_task.began,
             transports=context._transports,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from ._connecting import connect_shared
 from ._endpoint import close_in_background
-from ._engine.arming import ArmingState
 from ._engine.ending import CloseState, Ending, internal_failure
 from ._engine.endpoint_core import EndpointCore, endpoints_of
 from ._engine.endpoints_to_worker import EndpointsToWorker, EndpointSummary
 from ._engine.engine import Engine, engines
+from ._engine.listening import State as ListeningState
 from ._engine.operations import Operation, under_way
 from ._engine.posting import completed, pending_send_of_bytes, pin
 from ._engine.share import Share
@@ -60,7 +60,7 @@ __all__ = [
     "UCXError",
     "WritableBuffer",
     # A worker
-    "ArmingState",  # what progresses it next, for reports
+    "ListeningState",  # who progresses it, for reports
     "Engine",  # what a Worker works with: operations, endpoints, progress
     "check_claim",  # refuses Connections where a raw receive could take their messages
     "engines",  # all engines that are open, for reports

@@ -1,6 +1,6 @@
 """The engine: what makes a UCX worker progress inside a Trio run, and the operations and endpoints that it has.
 
-    arming                     what progresses a worker next: its state, and a table of transitions; without I/O
+    listening                  who waits for a worker's descriptor: one of three states
     ending                     how an endpoint ends
     statistics, teardown,
       identity                 what one can ask about a worker; what ends with it

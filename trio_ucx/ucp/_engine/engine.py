@@ -49,11 +49,11 @@ from .._context import Context
 from .._memory.registered import closed_memories
 from .._quirks.key_gate import KeyGate
 from .._status import Status, UCXError, broken
-from .arming import Arming, Event, Progress
 from .dispatch import EngineEndpoint, Receivers, deliver, deliver_failures
 from .endpoints_to_worker import EndpointsByWorker
 from .identity import Identity
 from .links import WorkerLinks
+from .listening import Listening
 from .operations import Operation
 from .peer_processes import PeerProcesses
 from .progress import ProgressTask
@@ -73,8 +73,6 @@ _FIELDS = lib.TU_RECORD_FIELDS
 _ROUNDS = 8
 #: Seconds after which they end: other tasks wait meanwhile.
 _SLICE = lib.TU_SLICE * 1e-9
-
-assert tuple(Progress) == (lib.TU_MORE, lib.TU_ARMED, lib.TU_BUSY)
 
 #: The open engines of all threads. Iterate over a copy: other threads change the set.
 engines: set[Engine] = set()
@@ -130,9 +128,8 @@ class Engine:
         self.tag_dispatch = TagDispatch(self)
         self.receivers = Receivers(serves_memory=context._serves_memory)
         self.counters: collections.Counter[str] = collections.Counter()
-        #: How often the worker was progressed, and how often of these only for what was posted.
+        #: How often the worker was progressed.
         self.progress_count = 0
-        self._submit_count = 0
         records = ffi.new("tu_record_t[]", _BATCH)
         #: What C code writes: the records of one call, the same as words, and whether it has armed the worker.
         self._buffers = records, memoryview(ffi.buffer(records)).cast("Q"), ffi.new("int *")
@@ -144,11 +141,11 @@ class Engine:
         self.figures = threading.RLock()
         self.teardown = Teardown()
         self.waiting = Waiting(self, spin, yield_interval)
-        self.links = WorkerLinks(self, handle, lambda: self.arming.watch())
+        self.links = WorkerLinks(self, handle, lambda: self.progress_task.before_wait.watch())
         self.receive_queue = receive_queue(self)
         self.progress_task: ProgressTask = ProgressTask(self)
-        self.arming: Arming = Arming(
-            self, self.progress_task, polling=self.waiting.polling, jumping=self.run.clock_jumps
+        self.listening = Listening(
+            self, self.progress_task.resume, self.progress_task.safety_net.tick, always=self.run.clock_jumps
         )
 
     # ---- checks ----
@@ -259,39 +256,24 @@ class Engine:
     def submit(self) -> None:
         """Makes UCX begin what was posted and is pending. Call it after posting.
 
-        What arrives or completes stays in the ring; ``arming.py`` sees to it that it is delivered soon.
+        What arrives or completes stays in the ring; who listens delivers it, or a task that waits.
         """
-        if self.handle is None:
+        if self.handle is None or self._reaping:  # then a later round progresses
             return
-        ready = self._reaping  # then a later round progresses
-        if not ready:
-            self.progress_count += 1
-            self._submit_count += 1
-            ready = lib.tu_worker_submit(self.handle)
-        if ready or self.waiting.parked:
-            self.arming.hurry()
-        self.arming.handle(Event.POSTED)
+        self.progress_count += 1
+        heard = self.listening.heard
+        armed = lib.tu_worker_submit(self.handle, heard)
+        if heard:
+            self.listening.progressed(armed)
 
     def reap(self) -> None:
-        """Progresses the worker, and delivers what has arrived and completed. Arms it if it was armed until now.
-
-        (Where something was posted before, it is not: it is armed when a task parks, or ``OVERDUE`` happens.)
-        """
+        """Progresses the worker, and delivers what has arrived and completed."""
         if not self._reaping:
-            self.arming.handle(Event.ASKED)
+            self.listening.reap()
 
     def reap_soon(self) -> None:
         """Reaps in the next round of Trio's loop; makes Trio look for runnable tasks before that."""
         self.run.call_soon(self.reap)
-
-    @property
-    def delivery_count(self) -> int:
-        """Returns how often the worker was progressed in order to deliver."""
-        return self.progress_count - self._submit_count
-
-    def serve_parked(self) -> bool:
-        """Progresses the worker once. Returns True if something arrived, and every task that was parked goes on."""
-        return self.poll_and_deliver(lib.tu_worker_look) and self.waiting.parked == self.waiting.woken and self.usable
 
     def signal(self) -> None:
         """Makes the worker's descriptor readable."""
@@ -300,7 +282,7 @@ class Engine:
 
     def wake(self) -> None:
         """Wakes the progress task, or the task that waits for the worker's descriptor."""
-        self.arming.handle(Event.WAKE)
+        self.listening.wake()
 
     def watch_events(self) -> None:
         """Makes the safety net look, because something is awaited."""

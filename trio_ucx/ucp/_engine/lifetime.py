@@ -113,7 +113,7 @@ async def _run(engine: Engine) -> None:
             except Exception as error:
                 engine.internal_error(error)
             if engine.handle is not None:
-                engine.arming.end()
+                engine.listening.end()
                 await trio.sleep_forever()  # broken: nothing moves any more
     finally:
         # The run ends (or the worker was closed, and nothing of this does anything).
@@ -195,7 +195,7 @@ def _finish_close(engine: Engine) -> None:
     with engine.figures:
         handle, engine.handle = engine.handle, None
     engine.key_gate.handle = None
-    engine.arming.end()
+    engine.listening.end()
     engine.progress_task.close()
     live_handles.closed("worker")
     engines.discard(engine)

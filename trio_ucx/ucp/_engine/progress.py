@@ -1,9 +1,9 @@
 """What makes a worker progress when no task of the user's does it: a system task, a hook in Trio's loop, and a timer.
 
-* :class:`ProgressTask` waits for the worker's descriptor and progresses the worker, as the worker's state
-  (``arming.py``) asks for it.
-* :class:`BeforeWait` bounds how long deferred work waits: batches not yet sent, a worker not yet armed.
-* :class:`SafetyNet` looks for events that UCX might have lost, and does again what must be tried later.
+* :class:`ProgressTask` waits for the worker's descriptor, and progresses the worker, while that is ``SERVED``
+  (``listening.py``).
+* :class:`BeforeWait` bounds how long batches wait.
+* :class:`SafetyNet` looks for events that UCX might have lost, does again what must be tried later, and ticks.
 * :class:`ArmingPause` sleeps while UCX is busy without moving: it cannot be armed while a queue of shared memory is
   full, say.
 """
@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from time import monotonic, perf_counter, thread_time
@@ -23,9 +22,9 @@ from ..._native import lib
 from ..._util.contained import ignoring_late_run
 from .._quirks.descriptors import opened
 from .._quirks.key_gate import KeyGate
-from .arming import DEFER_SECONDS, TIMER_SECONDS, ArmingState
 from .endpoints_to_worker import EndpointsByWorker
 from .links import WorkerLinks
+from .listening import FIRST_TICK, LAST_TICK, State
 from .tag_dispatch import TagDispatch
 from .trio_run import HostedEngine, TrioRun
 from .waits import AwaitedEngine, Waiting
@@ -35,6 +34,12 @@ _SHORTEST, _LONGEST = 0.00005, 0.002
 #: After so many seconds in which nothing has moved, UCX will not become idle any more: it is busy for ever with what it
 #: had for a peer that was killed. The pauses then grow to 0.1 s, and a message may be noticed that late.
 _QUIET, _LONGEST_IF_QUIET = 1.0, 0.1
+#: Seconds for which batches wait while other tasks run, and within which one message closely follows another. More
+#: would save calls, but a receiver that polls for DEFAULT_SPIN should not have to park meanwhile.
+_DEFER_SECONDS = 75e-6
+#: Rounds of Trio's loop without batches, after which the hook is removed. Not sooner, because adding it again takes 10
+#: microseconds.
+_IDLE_ROUNDS = 100
 #: Seconds between two looks of the safety net. Programs that send once a second should not do so at the moment of
 #: each look.
 INTERVAL = 1.03
@@ -45,6 +50,8 @@ INTERRUPTED = 0.0002
 class ProgressingEngine(AwaitedEngine, HostedEngine, Protocol):
     """The part of the engine that this module uses."""
 
+    #: How often the worker was progressed.
+    progress_count: int
     links: WorkerLinks
     endpoints_by_worker: EndpointsByWorker
     key_gate: KeyGate
@@ -66,7 +73,7 @@ class ProgressingEngine(AwaitedEngine, HostedEngine, Protocol):
 
 
 class BeforeWait(trio.abc.Instrument):
-    """Before Trio waits for events: sends batches, and re-arms a worker that was left disarmed.
+    """Before Trio waits for events: sends batches.
 
     It is present only while it is needed. It must not make a task runnable without scheduling something, too, because
     Trio has decided already how long it waits.
@@ -75,27 +82,27 @@ class BeforeWait(trio.abc.Instrument):
     def __init__(self, engine: ProgressingEngine) -> None:
         self._engine = engine
         self._present = False
+        #: Rounds in which it was there in vain.
+        self._idle = 0
 
     def watch(self) -> None:
+        self._idle = 0
         if not self._present:
             self._present = True
             trio.lowlevel.add_instrument(self)
-
-    def stop_watching(self) -> None:
-        if self._present:
-            self._present = False
-            with suppress(KeyError):  # Trio drops an instrument that has raised
-                trio.lowlevel.remove_instrument(self)
 
     def before_io_wait(self, timeout: float) -> None:
         engine = self._engine
         try:
             links = engine.links
-            if links.deferred and (
-                timeout > 0 or engine.run.clock_jumps or perf_counter() - links.since > DEFER_SECONDS
-            ):
+            if not links.deferred:
+                self._idle += 1
+                if self._idle > _IDLE_ROUNDS:
+                    self._present = False
+                    with suppress(KeyError):  # Trio drops an instrument that has raised
+                        trio.lowlevel.remove_instrument(self)
+            elif timeout > 0 or engine.run.clock_jumps or perf_counter() - links.since > _DEFER_SECONDS:
                 links.flush()
-            engine.arming.before_wait(timeout, batches=links.deferred)
         except BaseException as error:  # Trio would drop this instrument
             engine.internal_error(error)
             engine.reap_soon()
@@ -123,30 +130,33 @@ async def wait_timer(engine: ProgressingEngine, timer: int) -> bool:
 class SafetyNet:
     """Looks, while something is awaited, whether a worker has something to deliver although its descriptor is silent.
 
-    It also closes idle endpoints, shuts connections whose keys have ended, and discards messages for which there was no
-    memory. The timer's time is real, not that of Trio's clock, which ``autojump_clock`` would jump.
+    It also ticks for :class:`~.listening.Listening`, closes idle endpoints, shuts connections whose keys have ended,
+    and discards messages for which there was no memory. The timer's time is real, not that of Trio's clock, which
+    ``autojump_clock`` would jump.
     """
 
     def __init__(self, engine: ProgressingEngine) -> None:
         self._engine = engine
         self.timer = opened(lib.tu_timer_create(), "creating a worker's timer")
-        #: When the next look is due, in seconds from the last one: INTERVAL; TIMER_SECONDS, if the worker is not armed
-        #: because it is polled all the time; 0: never, because nothing is awaited.
-        self._interval = 0.0
+        #: Seconds until the next tick; 0.0: there are no ticks.
+        self._tick_after = 0.0
+        #: When the next look is due; 0.0: never, because nothing is awaited.
+        self._look_at = 0.0
 
     def watch(self) -> None:
         """Begins to look, because something is awaited."""
-        if not self._interval:
-            self._look_after(INTERVAL)
+        if not self._look_at:
+            self._look_at = perf_counter() + INTERVAL
+            if not self._tick_after:
+                self._set_timer(INTERVAL)
 
-    def watch_polling(self) -> None:
-        """Begins to look whether tasks still poll the worker, which is not armed."""
-        if self._interval != TIMER_SECONDS:
-            self._look_after(TIMER_SECONDS)
+    def tick(self) -> None:
+        """Calls :meth:`Listening.ticked` from now on, until that returns False."""
+        self._tick_after = FIRST_TICK
+        self._set_timer(FIRST_TICK)
 
-    def _look_after(self, seconds: float) -> None:
+    def _set_timer(self, seconds: float) -> None:
         if self._engine.handle is not None:  # else the descriptor is closed, and may be another's
-            self._interval = seconds
             lib.tu_timer_set(self.timer, int(seconds * 1e9), False)
 
     async def run(self) -> None:
@@ -155,29 +165,33 @@ class SafetyNet:
         while await wait_timer(engine, self.timer):
             if engine.key_gate.has_ended:
                 engine.guard(engine.key_gate.shut_ended)
-            if self._interval == TIMER_SECONDS:
-                count = engine.progress_count
-                self._look_after(TIMER_SECONDS if engine.arming.timer_ended() else INTERVAL)
-                continue
-            if engine.endpoints_by_worker.idle:
-                engine.guard(engine.endpoints_by_worker.close_idle)
-            if engine.tag_dispatch.undiscarded:
-                engine.guard(engine.tag_dispatch.discard_again)
-            if not engine.awaited():
-                self._look_after(0)
-                continue
-            self._look_after(INTERVAL)
-            # Only a worker that was quiet all the time since the last look can have missed something: in a busy one,
-            # what is found now may have come just now.
-            arming = engine.arming
+            if self._tick_after:
+                self._tick_after = min(2 * self._tick_after, LAST_TICK) if engine.listening.ticked() else 0.0
+            left = self._look_at - perf_counter()
+            if self._look_at and left <= 0:
+                self._look_at = perf_counter() + INTERVAL if engine.awaited() else 0.0
+                left = INTERVAL
+                count = self._look(count)
+            if self._tick_after or self._look_at:
+                self._set_timer(self._tick_after or left)
+
+    def _look(self, count: int) -> int:
+        """Looks, and returns how often the worker was progressed so far. ``count``: what the last call returned."""
+        engine = self._engine
+        if engine.endpoints_by_worker.idle:
+            engine.guard(engine.endpoints_by_worker.close_idle)
+        if engine.tag_dispatch.undiscarded:
+            engine.guard(engine.tag_dispatch.discard_again)
+        # Only a worker that was quiet all the time since the last look can have missed something: in a busy one, what
+        # is found now may have come just now.
+        if self._look_at and engine.listening.heard and count == engine.progress_count:
             began = _waited()
-            if arming.awaits_descriptor and count == engine.progress_count:
-                before = engine.events_seen()
-                engine.poll_and_deliver(partial(lib.tu_worker_look_unsignalled, engine.efd))
-                if before != engine.events_seen() and _waited() - began < INTERRUPTED:
-                    engine.counters["missed_events"] += 1
-                engine.reap()
-            count = engine.progress_count
+            before = engine.events_seen()
+            engine.poll_and_deliver(partial(lib.tu_worker_look_unsignalled, engine.efd))
+            if before != engine.events_seen() and _waited() - began < INTERRUPTED:
+                engine.counters["missed_events"] += 1
+            engine.reap()
+        return engine.progress_count
 
     def close(self) -> None:
         os.close(self.timer)
@@ -228,10 +242,11 @@ class ArmingPause:
 
 
 class ProgressTask:
-    """The progress task of one worker and its hook in Trio's loop: see :class:`~.arming.Loop`, which this implements.
+    """The progress task of one worker, with what else progresses it.
 
     Attributes:
         stop: ends the task; None before it runs.
+        backs_off: whether UCX cannot be armed, although nothing moves.
     """
 
     def __init__(self, engine: ProgressingEngine) -> None:
@@ -242,20 +257,16 @@ class ProgressTask:
             undo.callback(self._backoff.close)
             self.safety_net = SafetyNet(engine)
             undo.pop_all()
-        self._before_wait = BeforeWait(engine)
+        self.before_wait = BeforeWait(engine)
         self._suspended: trio.lowlevel.Task | None = None
         #: When it ran last.
         self.began = perf_counter()
-        self.watch = self._before_wait.watch
-        self.stop_watching = self._before_wait.stop_watching
-        self.call_soon = engine.run.call_soon
-        self.start_timer = self.safety_net.watch_polling
-        self.now: Callable[[], float] = perf_counter
+        self.backs_off = False
 
     @property
     def is_quiet(self) -> bool:
         """True if UCX has refused to be armed for a second in which nothing has moved."""
-        return self._backoff.delay > _LONGEST
+        return self.backs_off and self._backoff.delay > _LONGEST
 
     def resume(self) -> None:
         """Lets the task run in the next round if it is suspended."""
@@ -266,34 +277,55 @@ class ProgressTask:
     async def run(self, *, ending: bool = False) -> None:
         """Returns when the worker is closed or broken; if ``ending``, also when no close goes on in the background."""
         engine = self._engine
-        while True:
+        listening = engine.listening
+        readable = False
+        if ending:
+            listening.serve_always()
+        while engine.handle is not None and engine.broken is None and not (ending and not engine.run.background):
             self.began = perf_counter()
-            state = engine.arming.next_step()
-            if engine.handle is None or engine.broken is not None or (ending and not engine.run.background):
-                return
+            if listening.state is not State.SERVED:
+                readable = False
+                self._suspended = trio.lowlevel.current_task()
+                await trio.lowlevel.wait_task_rescheduled(self._leave)
+                continue
+            parked = listening.parked
+            if readable:  # most often everybody goes on
+                engine.poll_and_deliver(lib.tu_worker_look)
+            state = lib.TU_MORE
+            if not (readable and listening.may_be_free(parked)):
+                state = engine.progress_and_deliver(arm=True)
+            readable = False
+            if listening.may_be_free(parked):
+                listening.be_free()
+            elif engine.handle is not None and engine.broken is None:
+                readable = await self._wait(state)
+
+    async def _wait(self, state: int) -> bool:
+        """Waits for what the state of the worker asks for. Returns True if its descriptor is readable."""
+        engine = self._engine
+        if state == lib.TU_ARMED:
+            self._backoff.delay = 0.0
+            engine.listening.listens = True
             try:
-                if state is ArmingState.ARMED:
-                    self._backoff.delay = 0.0
-                    await trio.lowlevel.wait_readable(engine.efd)
-                    engine.counters["wakeups"] += 1
-                    engine.arming.readable()
-                elif state is ArmingState.BACKING_OFF:
-                    engine.counters["backoffs"] += 1
-                    await self._backoff.sleep(lib.tu_worker_moved(engine.handle))
-                elif state is ArmingState.PROGRESSING:
-                    await trio.lowlevel.checkpoint_if_cancelled()
-                    if lib.tu_poll_goes_on(engine.handle):
-                        await engine.waiting.poll_for_sequences()
-                    else:
-                        await trio.lowlevel.cancel_shielded_checkpoint()
-                        if engine.waiting.woken:  # tasks that have not run yet: they come before the next progress
-                            await trio.lowlevel.cancel_shielded_checkpoint()
-                else:
-                    self._suspended = trio.lowlevel.current_task()
-                    await trio.lowlevel.wait_task_rescheduled(self._leave)
-            except trio.Cancelled:
-                engine.arming.interrupted()
-                raise
+                await trio.lowlevel.wait_readable(engine.efd)
+            finally:
+                engine.listening.listens = False
+            engine.counters["wakeups"] += 1
+            return True
+        if state == lib.TU_BUSY:
+            engine.counters["backoffs"] += 1
+            self.backs_off = True
+            try:
+                await self._backoff.sleep(lib.tu_worker_moved(engine.handle))
+            finally:
+                self.backs_off = False
+            return False
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if lib.tu_poll_goes_on(engine.handle):
+            await engine.waiting.poll_for_sequences()
+        else:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        return False
 
     def _leave(self, _: object) -> trio.lowlevel.Abort:
         self._suspended = None

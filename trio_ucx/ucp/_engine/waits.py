@@ -3,10 +3,10 @@
 :class:`Pending` finishes once, and a task may wait for it: an operation, or a :class:`Signal`. :class:`Waiters` are
 tasks that wait for things of one kind. :class:`Waiting` is how the tasks of one worker wait for what UCX will report.
 
-Waking a parked task takes longer than most answers, so a task that has to wait polls in C first. It polls only while no
-other task has work to do, which two cheap checks find out:
+Waking a task takes longer than most answers, so a task that has to wait polls in C first. It polls only while no other
+task waits or has work to do, which two cheap checks find out:
 
-* All tasks that this worker woke have run.
+* The worker is ``FREE`` (``listening.py``).
 * The schedule point before the poll was short. Every call owes Trio a schedule point anyway, and other runnable tasks
   run during it.
 
@@ -14,12 +14,7 @@ C code decides for how long a task polls (``adaptive_poll.c``): the time grows w
 polling stops while it does not. Each millisecond the poll is interrupted by a schedule point, for Trio's deadlines and
 signals.
 
-The worker is not armed while tasks poll. Over shared memory, an armed worker costs its peer a system call for every
-message, and itself an event. A task that parks arms the worker, unless the progress task is about to. If the progress
-task is suspended and no task leads, it becomes the *leader* (``arming.py``): it waits for the worker's descriptor.
-Other tasks may finish what the leader waits for; :meth:`Waiting.wake_leader` then wakes the leader. A task that found
-what it waited for goes on without arming, because it will most probably wait again; meanwhile its polls serve other
-waiting tasks, too. If it does not wait again, ``arming.py`` sees to it that the worker is armed.
+A task that has polled in vain leads or parks (``listening.py``).
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ from outcome import Error, Outcome, Value
 from ..._native import lib
 from ..._util.arguments import check_timeout
 from ..._util.contained import report
-from .arming import Arming, ArmingState, Event
+from .listening import Listening, State
 
 RaiseCancel = Callable[[], Any]
 
@@ -53,6 +48,8 @@ _ALONE = 25e-6
 #: machine: another one is measured, up to so many in all.
 _SURELY_OTHERS = 100e-6
 _MEASURED = 3
+#: How often a task that is about to lead delivers what is there, before it leaves that to the progress task.
+_DELIVERIES = 8
 #: They say that something has ended, and are raised again by the next call: a cancellation may come before them. Any
 #: other error is the outcome of one operation, which may have used up a message, and is raised once.
 _ENDED = (trio.ClosedResourceError, trio.BrokenResourceError, trio.EndOfChannel)
@@ -83,8 +80,8 @@ class Pending:
         self._task: trio.lowlevel.Task | None = None
         #: Whether a task looks for it, and will wait for it if that finds nothing.
         self.expected = False
-        #: Where a task is parked for it, which counts the tasks that it wakes.
-        self.parked_at: Waiting | None = None
+        #: Where a task is parked for it, or leads.
+        self.parked_at: Listening | None = None
         self._raise_cancel: RaiseCancel | None = None
 
     @property
@@ -99,22 +96,22 @@ class Pending:
         if self.outcome is not None:
             return
         task, self._task = self._task, None
-        parked_at = self.parked_at
-        led = task is not None and parked_at is not None and parked_at.leader is task
+        at = self.parked_at if task is not None else None  # else it was cancelled, and its task has not run yet
+        led = at is not None and at.leader is self
         try:
             if led:
-                parked_at.wake_leader()  # type: ignore[union-attr]
+                at.wake_leader()  # type: ignore[union-attr]
             elif task is not None:
                 trio.lowlevel.reschedule(task, Value(None))
         except BaseException:
             self._task = task  # it still waits, and can be cancelled
             raise
         self.outcome = result
-        if task is not None:
-            if parked_at is not None:
+        if task is not None and not led:
+            if at is not None:
                 self.parked_at = None
-                parked_at.woken += 1
-            if not led and type(result) is Error:  # isinstance takes longer with these classes
+                at.parked -= 1
+            if type(result) is Error:  # isinstance takes longer with these classes
                 self.reported(result.error)
         notify, self.notify = self.notify, None
         if notify is not None:
@@ -288,11 +285,12 @@ class AwaitedEngine(Protocol):
 
     handle: Any
     efd: int
-    arming: Arming
+    listening: Listening
     broken: BaseException | None
     counters: collections.Counter[str]
-    #: How often the worker was progressed.
-    progress_count: int
+
+    def progress_and_deliver(self, arm: bool, once: bool = False) -> int:
+        """Progresses and delivers until nothing moves, then arms if asked to: ``TU_ARMED``, or why not."""
 
     def poll_and_deliver(self, function: Callable[[Any, Any, int], int]) -> bool:
         """Calls a function of C, and delivers the records that it brings. Returns True if there were any."""
@@ -304,7 +302,7 @@ class AwaitedEngine(Protocol):
 class Waiting:
     """How the tasks of one worker wait."""
 
-    __slots__ = ("_engine", "_yield_interval", "_yielded", "leader", "parked", "polling", "woken")
+    __slots__ = ("_engine", "_yield_interval", "_yielded", "polling")
 
     def __init__(self, engine: AwaitedEngine, spin: float, yield_interval: float) -> None:
         self._engine = engine
@@ -313,11 +311,6 @@ class Waiting:
         self._yield_interval = yield_interval
         #: When a task last passed a schedule point.
         self._yielded = 0.0
-        #: How many tasks are parked here, and how many of them were woken and have not run yet.
-        self.parked = 0
-        self.woken = 0
-        #: The leader, while it waits for the descriptor and until it runs.
-        self.leader: trio.lowlevel.Task | None = None
 
     async def schedule_point(self) -> None:
         """Lets other tasks run, if this has not been done for the ``yield_interval``. No cancel point."""
@@ -336,22 +329,17 @@ class Waiting:
     def look(self) -> bool:
         """Progresses the worker once for a task that is about to wait, so that the task need not park.
 
-        Does nothing if the worker is armed, or if woken tasks have not run yet. Where no schedule point is due, polls
-        instead, if polling has been paying.
+        Does nothing if somebody listens. Where no schedule point is due, polls instead, if polling has been paying.
 
         Returns:
             True if something was delivered.
         """
-        arming = self._engine.arming
-        if self.woken or arming.armed_at == self._engine.progress_count:
+        listening = self._engine.listening
+        if listening.state is not State.FREE:
             return False
+        listening.came_back()
         polls = self._yield_interval and self.polling and self._yielded_lately()
-        if not self._engine.poll_and_deliver(lib.tu_poll_at_once if polls else lib.tu_worker_look):
-            arming.defer()  # the caller may raise instead of waiting, and then would not arm the worker
-            return False
-        if not self.woken:
-            arming.task_resumed(self.parked)
-        return True
+        return self._engine.poll_and_deliver(lib.tu_poll_at_once if polls else lib.tu_worker_look)
 
     async def wait(self, pending: Pending, *, watch: bool = False) -> Any:
         """Waits for something pending. A schedule point, unless one was passed within the ``yield_interval``.
@@ -359,31 +347,34 @@ class Waiting:
         If the wait is cancelled, so is ``pending``; with ``watch``, ``pending`` goes on.
         """
         engine = self._engine
+        listening = engine.listening
         pending.expected = True
         try:
-            if self.polling and not self.woken and engine.handle is not None and lib.tu_poll_begin(engine.handle):
-                await self._poll(pending)
+            if listening.state is State.FREE:
+                if self.polling and lib.tu_poll_begin(engine.handle):
+                    await self._poll(pending)
+                if listening.state is State.FREE and pending.outcome is None:
+                    await self._lead(pending, watch)
             if pending.outcome is None:
                 await self._park(pending, watch)
         finally:
             pending.expected = False
-            # A woken task will see to the worker when it goes on.
-            if engine.arming.armed_at != engine.progress_count and not self.woken:  # not armed
-                engine.arming.task_resumed(self.parked)
+            listening.go_on()
         return pending.result()
 
     async def _poll(self, pending: Pending) -> None:
         engine = self._engine
-        while await self._alone() and not self.woken:
-            while pending.outcome is None and not self.woken and engine.poll_and_deliver(lib.tu_poll):
+        listening = engine.listening
+        while await self._alone() and listening.state is State.FREE:
+            listening.came_back()
+            while pending.outcome is None and listening.state is State.FREE and engine.poll_and_deliver(lib.tu_poll):
                 pass
-            if pending.outcome is not None or self.woken or engine.handle is None:
+            if pending.outcome is not None or listening.state is not State.FREE:
                 break
             if not lib.tu_poll_continues(engine.handle):
                 break
             if trio.current_effective_deadline() == -math.inf:
-                break  # cancelled: parking raises that
-            engine.arming.handle(Event.POLLED)  # the progress task need not look
+                break  # cancelled: waiting raises that
             self._yielded = 0.0  # whatever the yield_interval: deadlines and signals wait
         if isinstance(pending.outcome, Error) and isinstance(pending.outcome.error, _ENDED):
             await trio.lowlevel.checkpoint_if_cancelled()  # as a parked task, which gets the cancellation first
@@ -393,7 +384,7 @@ class Waiting:
 
         A schedule point, as :meth:`wait` is.
         """
-        if await self._alone() and not self.woken:
+        if await self._alone():
             self._engine.poll_and_deliver(lib.tu_poll)
 
     async def _alone(self) -> bool:
@@ -410,80 +401,68 @@ class Waiting:
                 break
         return took < _ALONE
 
-    def wake_leader(self) -> None:
-        """Lets the leader run in the next round, if there is one."""
-        if self.leader is None or self._engine.handle is None:
-            return  # a closed worker has woken it, and its descriptor may be another's by now
-        # A signal to the worker would not do: the next arming consumes it.
-        try:
-            trio.lowlevel.notify_closing(self._engine.efd)
-        except trio.ClosedResourceError:
-            # An instrument runs this after the leader's step. Trio takes that for a call by the leader, and raises.
-            trio.lowlevel.reschedule(self.leader, Value(None))
-
     async def _park(self, pending: Pending, watch: bool) -> None:
+        """Waits until somebody else finds what this task waits for."""
         engine = self._engine
-        arming = engine.arming
-        if arming.armed_at != engine.progress_count and not self.woken:
-            arming.handle(Event.PARKS)
-            if pending.outcome is not None:
-                if self.leader is None:
-                    arming.stop_leading()
-                await self.schedule_point()
-                return
-            if arming.state is ArmingState.SUSPENDED and not self.woken:
-                arming.handle(Event.OVERDUE)
+        listening = engine.listening
         engine.watch_events()
-        self.parked += 1
-        pending.parked_at = self
+        listening.parked += 1
+        pending.parked_at = listening
         try:
-            if arming.led and self.leader is None:
-                await self._lead(pending, watch)
-            if pending.outcome is None:
-                pending.expected = False
-                await pending.wait(watch=watch)
+            listening.serve()
+            pending.expected = False
+            await pending.wait(watch=watch)
         finally:
-            self.parked -= 1
-            if pending.parked_at is None:
-                self.woken -= 1
-            pending.parked_at = None
+            if pending.parked_at is not None:  # nobody has woken this task
+                pending.parked_at = None
+                listening.parked -= 1
             if self._yield_interval:
                 self._yielded = perf_counter()
+
+    def _arm(self, pending: Pending) -> bool:
+        """Delivers what is there, and arms the worker. Returns False if that cannot be done, or need not be."""
+        for _ in range(_DELIVERIES):
+            result = self._engine.progress_and_deliver(arm=True, once=True)
+            if pending.outcome is not None or result != lib.TU_MORE:
+                return pending.outcome is None and result == lib.TU_ARMED
+        return False
 
     async def _lead(self, pending: Pending, watch: bool) -> None:
         """Waits for the descriptor, for which this task arms the worker.
 
-        Returns when ``pending`` has finished, or when woken tasks or the progress task must progress the worker.
+        Returns when ``pending`` has finished, or when the progress task must listen.
         """
         engine = self._engine
-        arming = engine.arming
+        listening = engine.listening
+        if not self._arm(pending) or listening.state is not State.FREE:
+            if pending.outcome is not None:
+                await self.schedule_point()
+            return
+        engine.watch_events()
         pending.since = perf_counter()
         task = trio.lowlevel.current_task()
+        listening.lead(pending)
         try:
             while True:
-                pending._task = task
-                self.leader = task
+                pending.parked_at, pending._task = listening, task
                 try:
                     await trio.lowlevel.wait_readable(engine.efd)
-                except trio.ClosedResourceError:
-                    pass  # wake_leader() woke this task, or the worker was closed
                 finally:
-                    self.leader = pending._task = None
+                    pending.parked_at = pending._task = None
                 engine.counters["wakeups"] += 1
-                if pending.outcome is not None or not arming.may_lead or engine.broken is not None:
+                if pending.outcome is not None or engine.handle is None or engine.broken is not None:
                     return
                 engine.poll_and_deliver(lib.tu_worker_look)
-                if pending.outcome is not None or self.woken:
-                    return
-                arming.handle(Event.PARKS)
-                if pending.outcome is not None or not arming.may_lead:
+                if pending.outcome is not None or listening.parked or not self._arm(pending):
                     return
         except (trio.Cancelled, KeyboardInterrupt) as error:
-            arming.stop_leading()
+            listening.stop_leading()
+            listening.serve()
             if (watch and pending.outcome is None) or not await pending.cancel_for_leader(error):
                 raise
-        except OSError:  # the progress task will get the same error
-            arming.stop_leading()
-            arming.handle(Event.OVERDUE)
+        except (OSError, trio.ClosedResourceError):
+            pass  # the progress task will get the same error; or the worker was closed, and pending has finished
         finally:
-            arming.stop_leading()
+            listening.stop_leading()
+            if self._yield_interval:
+                self._yielded = perf_counter()

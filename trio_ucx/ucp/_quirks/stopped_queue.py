@@ -282,7 +282,11 @@ class WatchedQueue(ReceiveQueue):
 
     def _armed(self) -> bool:
         """True if UCX can be armed."""
-        return self._engine.arming.try_to_arm()
+        listening = self._engine.listening
+        if listening.heard:
+            return listening.reap()
+        listening.serve()
+        return False
 
     async def _probe(self, timer: int) -> bool | None:
         """Returns True if messages arrive in all queues; None if the probes could not be sent."""

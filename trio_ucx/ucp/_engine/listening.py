@@ -1,0 +1,179 @@
+"""Who waits for a worker's descriptor, which UCX makes readable when something happens. One of three states:
+
+``LED``     one task, the *leader*, waits for something, and for the descriptor itself: an event wakes only that task
+``SERVED``  the progress task waits for the descriptor: several tasks wait, or none has waited for a while
+``FREE``    nobody waits for it: a task has just got what it waited for, and will most probably wait again
+
+Who waits for the descriptor *listens*. UCX announces events there only while the worker is *armed*, and any progress
+disarms it. So whoever progresses the worker while another task listens arms it again, or makes the descriptor readable:
+:meth:`Listening.progressed`. Tasks that poll do so only while the worker is ``FREE``.
+
+* A task that has to wait leads if the worker is ``FREE`` and UCX can be armed. Otherwise it *parks*: who listens wakes
+  it, with what it waits for.
+* The leader goes on when it has what it waits for, or is cancelled; and when it finds that others are parked, because
+  two tasks would run for each event of theirs. Then the progress task listens if any task is parked.
+* The progress task listens until every task that was parked goes on. Then the worker is ``FREE``.
+* A timer ends ``FREE`` when no task has come back since the last time: the progress task listens. Meanwhile a peer may
+  wait for something that needs no task here, a control frame or memory: for two ticks of the timer at most. A tick is
+  as short as ``FIRST_TICK`` at first, and as long as ``LAST_TICK`` while tasks come back all the time.
+
+``tests/listening_model.py`` specifies this, and tries all orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any, Protocol
+
+from ..._native import lib
+
+FIRST_TICK, LAST_TICK = 0.0005, 0.004
+
+
+class State(Enum):
+    LED = auto()
+    SERVED = auto()
+    FREE = auto()
+    ENDED = auto()
+
+
+class Leads(Protocol):
+    """What the leader waits for."""
+
+    #: None: it has not got it.
+    outcome: Any
+
+
+class HeardEngine(Protocol):
+    """The part of the engine that this module uses."""
+
+    def progress_and_deliver(self, arm: bool, once: bool = False) -> int:
+        """Progresses and delivers until nothing moves, then arms if asked to: ``TU_ARMED``, or why not."""
+
+    def signal(self) -> None:
+        """Makes the descriptor readable."""
+
+
+class Listening:
+    """The state of one worker.
+
+    Args:
+        resume: lets the progress task run in the next round.
+        tick: makes :meth:`ticked` be called until it returns False.
+        always: the worker is never ``FREE``: Trio's clock jumps when no task is runnable, and real time may not pass.
+
+    Attributes:
+        leader: what the leader waits for.
+        parked: how many tasks are parked whom nobody has woken.
+        listens: whether the progress task waits for the descriptor.
+    """
+
+    def __init__(
+        self, engine: HeardEngine, resume: Callable[[], None], tick: Callable[[], None], *, always: bool
+    ) -> None:
+        self._engine = engine
+        self._resume = resume
+        self._tick = tick
+        self._always = always
+        self.state = State.SERVED
+        self.leader: Leads | None = None
+        self.parked = 0
+        self.listens = False
+        #: Grows when a task comes back.
+        self._returns = 0
+        self._seen = 0
+        self._ticks = False
+
+    @property
+    def heard(self) -> bool:
+        """True if a task waits for the descriptor."""
+        return self.listens or self.state is State.LED
+
+    # ---- tasks ----
+
+    def lead(self, leader: Leads) -> None:
+        """The worker is armed, and a task waits for its descriptor from now on."""
+        self.leader = leader
+        self.state = State.LED
+
+    def stop_leading(self) -> None:
+        self.leader = None
+        if self.state is State.LED:
+            self.state = State.FREE
+
+    def go_on(self) -> None:
+        """A task waits no more: it has got what it waited for, or was cancelled."""
+        if self.state is State.FREE:
+            if self.parked or self._always:
+                self.serve()
+            else:
+                self.came_back()
+
+    def came_back(self) -> None:
+        """A task uses the worker, which is free."""
+        self._returns += 1
+        if not self._ticks:
+            self._ticks = True
+            self._tick()
+
+    def wake_leader(self) -> None:
+        """The leader has got what it waits for, from somebody else."""
+        self._engine.signal()
+
+    # ---- the progress task ----
+
+    def serve(self) -> None:
+        """The progress task listens from now on, unless a task leads."""
+        if self.state is State.FREE:
+            self.state = State.SERVED
+            self._resume()
+
+    def serve_always(self) -> None:
+        """The worker is not ``FREE`` any more: Trio's run ends, and with it the timer."""
+        self._always = True
+        self.serve()
+
+    def may_be_free(self, parked: int) -> bool:
+        """True if the progress task need not listen. ``parked``: how many tasks were parked before it progressed."""
+        return parked > 0 and self.parked == 0 and self.state is State.SERVED and not self._always
+
+    def be_free(self) -> None:
+        """All tasks that were parked go on."""
+        self.state = State.FREE
+        self.came_back()
+
+    def ticked(self) -> bool:
+        """Returns True if tasks have come back since the last call. Otherwise the worker is free no longer."""
+        self._ticks = self._seen != self._returns
+        self._seen = self._returns
+        if not self._ticks:
+            self.serve()
+        return self._ticks
+
+    # ---- others ----
+
+    def progressed(self, armed: bool) -> None:
+        """Somebody who does not listen has progressed the worker while another task listens, and perhaps armed it."""
+        if not armed or (self.leader is not None and self.leader.outcome is not None):
+            self._engine.signal()
+
+    def reap(self) -> bool:
+        """Progresses and delivers. Returns False if somebody listens, and UCX could not be armed for him."""
+        heard = self.heard
+        armed = self._engine.progress_and_deliver(arm=heard) == lib.TU_ARMED
+        if heard and self.heard:
+            self.progressed(armed)
+        return armed or not heard
+
+    def wake(self) -> None:
+        """Something besides UCX needs the progress task."""
+        if self.heard:
+            self._engine.signal()
+        else:
+            self.serve()
+
+    def end(self) -> None:
+        """The worker is closed, or broken."""
+        self.state = State.ENDED
+        self.listens = False
