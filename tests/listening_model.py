@@ -1,6 +1,6 @@
 """A model of who waits for a worker's descriptor, and who is owed a wake-up. Pure, and small enough to try all orders.
 
-It is the specification of three states that are to replace ``ucp/_engine/arming.py``:
+It is the specification of ``ucp/_engine/listening.py``. A worker is in one of three states:
 
 ``LED``     one task, the *leader*, waits for its message and for the descriptor itself: an event wakes only that task
 ``SERVED``  the progress task waits for the descriptor: several tasks wait, or none has waited for a while
@@ -11,10 +11,10 @@ disarms it. So:
 
 * Progress on an armed worker must be followed by arming, or by running the progress task. A task that looks or polls
   does neither: it progresses only while the worker is ``FREE``.
-* A task that finds nothing leads if the worker is ``FREE`` and UCX can be armed; if UCX is busy, it tries again after a
-  schedule point. Otherwise it queues a *token*, and parks: whoever listens makes the token *due*, which wakes the task.
+* A task that finds nothing leads if the worker is ``FREE`` and UCX can be armed. Otherwise it queues a *token*, and
+  parks: whoever listens makes the token *due*, which wakes the task.
 * The leader gets its message, or is cancelled. Then the progress task listens if anybody waits; else the worker is
-  ``FREE``.
+  ``FREE``. A leader that finds that others have parked parks, too.
 * The progress task goes on while somebody waits whose token is not due; else the worker is ``FREE``.
 * ``FREE`` ends by the timer: the progress task listens.
 """
@@ -116,8 +116,9 @@ class Worker:
     def look_harder(self, task: int) -> None:
         self.tasks[task] = LOOKS
         self.progress()
+        polls = self.polls > 0 and not self.queued[task]
         armed = False
-        if self.polls and not self.queued[task]:
+        if polls:
             self.polls -= 1
             self.tasks[task] = POLLS
         elif not self.queued[task]:
@@ -126,6 +127,12 @@ class Worker:
             self.go_on()
         elif armed:
             self.tasks[task] = LEADS
+        elif not polls:
+            self.park(task)
+
+    def park(self, task: int) -> None:
+        self.tasks[task] = PARKED
+        self.serve()
 
     def take(self, task: int) -> bool:
         if self.queued[task]:
@@ -148,13 +155,13 @@ class Worker:
 
     def lead(self, task: int) -> None:
         """The leader was woken by the descriptor."""
-        armed = self.arm()
+        self.progress()
         if self.take(task):
             self.go_on()
-        elif not armed:
-            self.tasks[task] = LOOKS
-            if PARKED in self.tasks:
-                self.serve()
+        elif PARKED in self.tasks or not self.arm():
+            self.park(task)
+        elif self.take(task):
+            self.go_on()
 
     def run_progress_task(self) -> None:
         waited = PARKED in self.tasks

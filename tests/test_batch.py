@@ -146,7 +146,7 @@ async def test_a_batch_is_sent_soon_whatever_the_sender_does(transports: str, th
 
 async def test_the_instrument_is_removed_when_it_is_not_needed(worker: ucp.Worker) -> None:
     def watched() -> bool:
-        instrument = internals(worker).arming._loop._before_wait  # type: ignore[attr-defined]
+        instrument = internals(worker).progress_task.before_wait
         try:
             trio.lowlevel.remove_instrument(instrument)
         except KeyError:

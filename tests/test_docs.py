@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from documents import DOCUMENTS, ROOT, Block, blocks, matches, sections
 
-from trio_ucx.ucp._engine import arming
-from trio_ucx.ucp._engine.arming import ArmingState, Event
+from trio_ucx.ucp._engine import listening
 
 #: Where the site is, and the repository, to which README.md has whole addresses: PyPI shows it without the other files.
 SITE = "https://trio-ucx.readthedocs.io/en/latest/"
@@ -80,21 +79,11 @@ def test_session(document: str, tmp_path: Path) -> None:
         assert matches(output, result), f"{document}: $ {typed_line}prints:\n{result}\nin all:\n{printed}"
 
 
-def arming_tables(lines: list[list[str]]) -> dict[str, list[str]]:
-    """The rows about states and events, by their first cell, of a table's lines that were taken apart into cells."""
-    plain = [[cell.replace("`", "") for cell in cells] for cells in lines]
-    names = {*ArmingState.__members__, *Event.__members__}
-    return {cells[0]: cells[1:] for cells in plain if len(cells) > 1 and cells[0] in names}
-
-
-def test_design_has_the_tables_of_arming() -> None:
+def test_design_has_the_states_of_a_worker() -> None:
     page = (ROOT / "docs/explanation/design.md").read_text()
-    shown = arming_tables(
-        [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
-    )
-    documented = arming_tables([re.split(r"\s{2,}", line) for line in (arming.__doc__ or "").splitlines()])
-    assert set(documented) == {*ArmingState.__members__, *Event.__members__}
-    assert shown == documented
+    rows = re.findall(r"^\| `([A-Z]+)` \|", page, flags=re.MULTILINE)
+    documented = re.findall(r"^``([A-Z]+)``", listening.__doc__ or "", flags=re.MULTILINE)
+    assert rows == documented == [state.name for state in listening.State if state is not listening.State.ENDED]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

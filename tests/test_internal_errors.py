@@ -352,7 +352,7 @@ MODULES = [
     *(
         f"ucp.{name}"
         for name in (
-            "_engine.arming",
+            "_engine.listening",
             "_engine.links",
             "_engine.progress",
             "_memory.buffers",

@@ -24,13 +24,13 @@ APART = {("testing", "_cli")}
 
 #: The rules of a connection: no I/O, and no copies of the memory that they are about.
 RULES = ["wire", "byte_stream", "life"]
-#: Besides: the rules of the exchange, which is made of bytes, and of arming. No I/O.
+#: Besides: the rules of the exchange, which is made of bytes, and of who listens. No I/O.
 PURE = [
     *(f"_rules/{name}" for name in RULES),
     "_handshake/exchange",
     "_handshake/peer_description",
     "ucp/_transports",
-    "ucp/_engine/arming",
+    "ucp/_engine/listening",
 ]
 #: What the rules may import besides each other.
 HARMLESS = {
@@ -79,7 +79,7 @@ ORDER = {
     "rpc": ["_errors", "_messages", "_service", "_items", "_server", "_connections", "_client", "_connect", "__init__"],
     "_report": ["items", "frames", "network", "causes", "collect", "reporting", "__init__"],
     "ucp/_engine": [
-        *("arming", "ending", "statistics", "teardown", "identity", "trio_run", "peer_processes", "waits"),
+        *("listening", "ending", "statistics", "teardown", "identity", "trio_run", "peer_processes", "waits"),
         *("borrowed", "stream_buffer", "operations", "endpoints_to_worker", "receive_queue"),
         *("tag_dispatch", "links", "dispatch", "progress"),
         "engine",

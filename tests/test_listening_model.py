@@ -4,8 +4,13 @@ faults, among them those that a first attempt had.
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
+
 import pytest
-from listening_model import IDLE, LEADS, LISTENS, LOOKS, PARKED, RUNS, SUSPENDED, Worker
+from listening_model import DUE, IDLE, LEADS, LISTENS, LOOKS, PARKED, RUNS, SUSPENDED, Worker
+
+from trio_ucx.ucp._engine.listening import Listening, State
 
 
 class Wrong(AssertionError):
@@ -31,17 +36,61 @@ def check(worker: Worker) -> None:
         raise Wrong("nobody will ever look")
 
 
-def explore(worker: Worker) -> int:
-    """Checks all states that can be reached; returns how many."""
-    seen, todo = {worker.key()}, [worker]
+class NoTimer:
+    """Stands for the timer: the test calls ``ticked``."""
+
+    def start(self) -> None:
+        pass
+
+    def cancel(self) -> bool:
+        return False
+
+
+def library() -> Listening:
+    """The library's rules, in the state in which the model's worker begins."""
+    return Listening(None, lambda: None, NoTimer(), always=False)  # type: ignore[arg-type]
+
+
+def follow(listening: Listening, before: Worker, what: str, task: int, after: Worker) -> Listening:
+    """Calls what the library calls in a step of the model's, and compares the states."""
+    listening = copy.copy(listening)
+    listening.parked -= sum(was == PARKED and now == DUE for was, now in zip(before.tasks, after.tasks, strict=True))
+    was, now = before.tasks[task], after.tasks[task]
+    if what == "progress":
+        if listening.may_be_free(before.tasks.count(PARKED)):
+            listening.be_free()
+    elif what == "timer":
+        while listening.ticked():
+            pass
+    elif what in ("run", "cancel"):
+        if was == LEADS != now:
+            listening.stop_leading()
+        if now == LEADS != was:
+            listening.lead(SimpleNamespace(outcome=None))
+        listening.parked -= was == PARKED != now and now != DUE
+        if now == PARKED != was:
+            listening.parked += 1
+            listening.serve()
+        if now == IDLE:
+            listening.go_on()
+    led, free = after.leader is not None, after.free
+    if listening.state is not (State.LED if led else State.FREE if free else State.SERVED):
+        raise Wrong(f"after {what}, the library's state is {listening.state.name}")
+    return listening
+
+
+def explore(worker: Worker, listening: Listening | None = None) -> int:
+    """Checks all states that can be reached; returns how many. If ``listening`` is given, compares it."""
+    seen, todo = {worker.key()}, [(worker, listening)]
     while todo:
-        before = todo.pop()
+        before, rules = todo.pop()
         for step in [*before.must(), *before.may()]:
             after = before.after(*step)
+            later = follow(rules, before, *step, after) if rules is not None else None
             if after.key() not in seen:
                 check(after)
                 seen.add(after.key())
-                todo.append(after)
+                todo.append((after, later))
     return len(seen)
 
 
@@ -54,10 +103,11 @@ def explore_all(make: type[Worker]) -> int:
         ([1, 1, 0], 3, 2, 1, 1, 0),
         ([1, 1, 0], 3, 0, 1, 0, 2),
     ]
-    return sum(explore(make([IDLE] * 3, *world)) for world in worlds)
+    return sum(explore(make([IDLE] * 3, *world), library() if make is Worker else None) for world in worlds)
 
 
 def test_all_orders() -> None:
+    """The library follows the model in each step."""
     assert explore_all(Worker) > 10_000
 
 

@@ -18,15 +18,15 @@ import trio_ucx
 from trio_ucx import ucp
 from trio_ucx._native import lib
 from trio_ucx.testing import internals
-from trio_ucx.ucp._engine.arming import DEFER_SECONDS
 from trio_ucx.ucp._engine.dispatch import deliver
+from trio_ucx.ucp._engine.progress import DEFER_SECONDS
 
 PACKAGE = str(Path(trio_ucx.__file__).parent)
 #: The most library functions from ``await connection.send`` to UCX's C call.
 MOST_OUT = 6
 #: The most from the delivery of a record to where ``await connection.receive`` returns.
 MOST_IN = 14
-#: The same where the task is parked. It is the leader: so it takes the message from UCX itself, and defers the arming.
+#: The same where the task leads: it takes the message from UCX itself.
 MOST_IN_LEADER = 18
 
 

@@ -145,7 +145,7 @@ class Engine:
         self.receive_queue = receive_queue(self)
         self.progress_task: ProgressTask = ProgressTask(self)
         self.listening = Listening(
-            self, self.progress_task.resume, self.progress_task.safety_net.tick, always=self.run.clock_jumps
+            self, self.progress_task.resume, self.progress_task.safety_net, always=self.run.clock_jumps
         )
 
     # ---- checks ----

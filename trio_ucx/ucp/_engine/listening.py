@@ -13,9 +13,10 @@ disarms it. So whoever progresses the worker while another task listens arms it 
 * The leader goes on when it has what it waits for, or is cancelled; and when it finds that others are parked, because
   two tasks would run for each event of theirs. Then the progress task listens if any task is parked.
 * The progress task listens until every task that was parked goes on. Then the worker is ``FREE``.
-* A timer ends ``FREE`` when no task has come back since the last time: the progress task listens. Meanwhile a peer may
-  wait for something that needs no task here, a control frame or memory: for two ticks of the timer at most. A tick is
-  as short as ``FIRST_TICK`` at first, and as long as ``LAST_TICK`` while tasks come back all the time.
+* A timer ends ``FREE`` when no task has come back since its last tick: the progress task listens. Meanwhile a peer may
+  wait for something that needs no task here, a control frame or memory: for two ticks at most. They are ``SHORT_TICK``
+  seconds each; or, if the last one was less than ``LONG_TICK`` seconds ago, so many, because tasks come back so often
+  that short ones would cost too much.
 
 ``tests/listening_model.py`` specifies this, and tries all orders.
 """
@@ -28,7 +29,7 @@ from typing import Any, Protocol
 
 from ..._native import lib
 
-FIRST_TICK, LAST_TICK = 0.0005, 0.004
+SHORT_TICK, LONG_TICK = 0.0005, 0.004
 
 
 class State(Enum):
@@ -55,12 +56,22 @@ class HeardEngine(Protocol):
         """Makes the descriptor readable."""
 
 
+class Timer(Protocol):
+    """What calls :meth:`Listening.ticked` until that returns False."""
+
+    def start(self) -> None:
+        """Begins."""
+
+    def cancel(self) -> bool:
+        """Ends it, unless its ticks are long. Returns True if it did."""
+
+
 class Listening:
     """The state of one worker.
 
     Args:
         resume: lets the progress task run in the next round.
-        tick: makes :meth:`ticked` be called until it returns False.
+        timer: calls :meth:`ticked`.
         always: the worker is never ``FREE``: Trio's clock jumps when no task is runnable, and real time may not pass.
 
     Attributes:
@@ -69,12 +80,10 @@ class Listening:
         listens: whether the progress task waits for the descriptor.
     """
 
-    def __init__(
-        self, engine: HeardEngine, resume: Callable[[], None], tick: Callable[[], None], *, always: bool
-    ) -> None:
+    def __init__(self, engine: HeardEngine, resume: Callable[[], None], timer: Timer, *, always: bool) -> None:
         self._engine = engine
         self._resume = resume
-        self._tick = tick
+        self._timer = timer
         self._always = always
         self.state = State.SERVED
         self.leader: Leads | None = None
@@ -96,6 +105,8 @@ class Listening:
         """The worker is armed, and a task waits for its descriptor from now on."""
         self.leader = leader
         self.state = State.LED
+        if self._ticks and self._timer.cancel():
+            self._ticks = False
 
     def stop_leading(self) -> None:
         self.leader = None
@@ -115,7 +126,7 @@ class Listening:
         self._returns += 1
         if not self._ticks:
             self._ticks = True
-            self._tick()
+            self._timer.start()
 
     def wake_leader(self) -> None:
         """The leader has got what it waits for, from somebody else."""

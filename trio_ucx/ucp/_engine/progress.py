@@ -24,7 +24,7 @@ from .._quirks.descriptors import opened
 from .._quirks.key_gate import KeyGate
 from .endpoints_to_worker import EndpointsByWorker
 from .links import WorkerLinks
-from .listening import FIRST_TICK, LAST_TICK, State
+from .listening import LONG_TICK, SHORT_TICK, State
 from .tag_dispatch import TagDispatch
 from .trio_run import HostedEngine, TrioRun
 from .waits import AwaitedEngine, Waiting
@@ -36,7 +36,7 @@ _SHORTEST, _LONGEST = 0.00005, 0.002
 _QUIET, _LONGEST_IF_QUIET = 1.0, 0.1
 #: Seconds for which batches wait while other tasks run, and within which one message closely follows another. More
 #: would save calls, but a receiver that polls for DEFAULT_SPIN should not have to park meanwhile.
-_DEFER_SECONDS = 75e-6
+DEFER_SECONDS = 75e-6
 #: Rounds of Trio's loop without batches, after which the hook is removed. Not sooner, because adding it again takes 10
 #: microseconds.
 _IDLE_ROUNDS = 100
@@ -101,7 +101,7 @@ class BeforeWait(trio.abc.Instrument):
                     self._present = False
                     with suppress(KeyError):  # Trio drops an instrument that has raised
                         trio.lowlevel.remove_instrument(self)
-            elif timeout > 0 or engine.run.clock_jumps or perf_counter() - links.since > _DEFER_SECONDS:
+            elif timeout > 0 or engine.run.clock_jumps or perf_counter() - links.since > DEFER_SECONDS:
                 links.flush()
         except BaseException as error:  # Trio would drop this instrument
             engine.internal_error(error)
@@ -140,6 +140,8 @@ class SafetyNet:
         self.timer = opened(lib.tu_timer_create(), "creating a worker's timer")
         #: Seconds until the next tick; 0.0: there are no ticks.
         self._tick_after = 0.0
+        #: When the ticks began, or the last one was.
+        self._ticked_at = 0.0
         #: When the next look is due; 0.0: never, because nothing is awaited.
         self._look_at = 0.0
 
@@ -150,10 +152,20 @@ class SafetyNet:
             if not self._tick_after:
                 self._set_timer(INTERVAL)
 
-    def tick(self) -> None:
+    def start(self) -> None:
         """Calls :meth:`Listening.ticked` from now on, until that returns False."""
-        self._tick_after = FIRST_TICK
-        self._set_timer(FIRST_TICK)
+        now = perf_counter()
+        self._tick_after = LONG_TICK if now - self._ticked_at < LONG_TICK else SHORT_TICK
+        self._ticked_at = now
+        self._set_timer(self._tick_after)
+
+    def cancel(self) -> bool:
+        """Ends the ticks, unless they are long. Returns True if it did."""
+        if self._tick_after == LONG_TICK:
+            return False
+        self._tick_after = 0.0
+        self._set_timer(max(self._look_at - perf_counter(), 0.001) if self._look_at else INTERVAL)
+        return True
 
     def _set_timer(self, seconds: float) -> None:
         if self._engine.handle is not None:  # else the descriptor is closed, and may be another's
@@ -166,7 +178,8 @@ class SafetyNet:
             if engine.key_gate.has_ended:
                 engine.guard(engine.key_gate.shut_ended)
             if self._tick_after:
-                self._tick_after = min(2 * self._tick_after, LAST_TICK) if engine.listening.ticked() else 0.0
+                self._ticked_at = perf_counter()
+                self._tick_after = LONG_TICK if engine.listening.ticked() else 0.0
             left = self._look_at - perf_counter()
             if self._look_at and left <= 0:
                 self._look_at = perf_counter() + INTERVAL if engine.awaited() else 0.0
