@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import trio
 from trio.lowlevel import enable_ki_protection
 
 from ._channels import Channel
-from ._link import Link, Want
+from ._link import Link
 from ._opening.options import check_max_size
 from ._peer_info import PeerInfo, PeerState
 from ._rules import byte_stream as stream
@@ -268,10 +268,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         if data is not None:
             await link.engine.waiting.schedule_point()
             return data
-        receive = receiving.receive(tag, Want.BYTES, limit)
-        if receive.outcome is None:
-            return cast(bytes, await link.engine.waiting.wait(receive))
-        return cast(bytes, await completed(receive, link.engine))
+        return await receiving.next(tag, limit)
 
     @enable_ki_protection
     async def receive_into(self, buffer: WritableBuffer, *, tag: int = 0, exact: bool = False) -> int:
@@ -489,7 +486,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             link.check()
         data = receiving.take_ready(number, limit)
         if data is None:
-            data = cast(bytes, await completed(receiving.receive(number, Want.BYTES, limit), link.engine))
+            data = await receiving.next(number, limit)
         else:
             await link.engine.waiting.schedule_point()
         return number, data
@@ -745,7 +742,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
                 await engine.waiting.schedule_point()
                 return piece
             try:
-                large.rest = await completed(receiving.receive(wire.STREAM, Want.BYTES, limit), engine)
+                large.rest = await receiving.next(wire.STREAM, limit)
             except trio.EndOfChannel:
                 return b""
             return large.take(max_bytes)

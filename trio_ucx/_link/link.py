@@ -7,6 +7,7 @@ delivers, or the user's task; only the graceful close waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from time import perf_counter
 from typing import Any, cast
 
@@ -126,7 +127,9 @@ class Link:
             trio.ClosedResourceError: the connection was closed.
             Others: see ``Engine.check``.
         """
-        self.engine.check()
+        engine = self.engine
+        if engine.handle is None or engine.run.thread != get_ident() or engine.broken is not None:
+            engine.check()  # raises
         if self.ending.state is not CloseState.OPEN:  # every message passes here
             raise trio.ClosedResourceError("this connection was closed")
 
@@ -183,7 +186,7 @@ class Link:
         if data is not None:
             await self.engine.waiting.schedule_point()
             return data
-        return cast(bytes, await completed(self.receiving.receive(number, Want.BYTES, limit), self.engine))
+        return await self.receiving.next(number, limit)
 
     async def receive_newest(self, number: int, limit: int) -> bytes:
         """Receives the newest message, of at most ``limit`` bytes; a schedule point."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
+from time import perf_counter
 from typing import Any, Protocol, cast
 
 import trio
@@ -31,6 +32,7 @@ from ..ucp._internal_api import (
     UCXError,
     WritableBuffer,
     about,
+    completed,
     is_about_a_part,
     new_bytes,
     pin,
@@ -46,6 +48,8 @@ ANY_LENGTH = 1 << 62
 _EMPTY, _ENDED, _TOO_LONG = lib.TU_LINK_EMPTY, lib.TU_LINK_ENDED, lib.TU_LINK_TOO_LONG
 _BEGIN, _SAVE = lib.TU_LINK_BEGIN, lib.TU_LINK_SAVE
 _OUT = lib.TU_LINK_OUT
+_wait, _take = lib.tu_link_wait, lib.tu_link_take
+_OVER = (True,)
 
 
 class Want(Enum):
@@ -88,7 +92,7 @@ class Receiving:
         self.max_message_size = max_message_size
         self.stream = ReadBuffer()
         #: The receives that wait, in order.
-        self.waiting: dict[PendingReceive, None] = {}
+        self.waiting: dict[PendingReceive | NextMessage, None] = {}
         #: Messages on their way to memory.
         self.transfers: dict[Transfer, None] = {}
         #: Receives whose task is gone, and whose buffer a message is written to.
@@ -263,6 +267,60 @@ class Receiving:
         return about(self.ending.origin, MessageTooLong(length, limit, text))
 
     # ---- receives ----
+
+    async def next(self, number: int, limit: int) -> bytes:
+        """Waits for the next message of a tag queue, of at most ``limit`` bytes, and takes it.
+
+        Raises: as :meth:`Connection.receive`.
+        """
+        links, waiting = self._links, self.engine.waiting
+        self.number[0] = number
+        token = _wait(self.native.handle, self.number, 1)
+        if token == ffi.NULL:
+            raise MemoryError("no memory to wait for a message")
+        wait = links.waiting[token] = NextMessage(self, number, token)
+        self.waiting[wait] = None
+        slept = False
+        try:
+            while (verdict := _take(token, limit, False, self.number)) == _EMPTY:
+                await waiting.wait(wait)
+                slept = True
+                if wait.error is not None:
+                    raise wait.error
+        except BaseException as error:
+            wait.leave()
+            links.settle()
+            self.receive_left()
+            if isinstance(error, Exception):
+                self._raises(error)
+            raise
+        if verdict == _BEGIN:  # the same token goes on, with memory for the message
+            del self.waiting[wait]
+            receive = PendingReceive(self, Want.BYTES, None, limit)
+            receive.begin(number, token)
+            receive.due()
+            links.settle()
+            return cast(bytes, await completed(receive, self.engine))
+        wait.token = None
+        del self.waiting[wait], links.waiting[token]
+        try:
+            if verdict >= 0:
+                return self.taken(verdict)
+            raise self._no_message(number, verdict, limit)
+        finally:
+            if links.news[0]:
+                links.settle()
+            if not slept:
+                await waiting.schedule_point()
+
+    def _no_message(self, number: int, verdict: int, limit: int) -> Exception:
+        if verdict == _ENDED:
+            error = self.end_error(number)
+            self.reported(error)
+            return error
+        return self.lost_message(
+            verdict, limit, "max_message_size is" if limit == self.max_message_size else "max_size is"
+        )
 
     def receive(self, number: int, want: Want, limit: int = ANY_LENGTH) -> PendingReceive:
         """Queues a receive that has no buffer of the user's, and takes a message of at most ``limit`` bytes."""
@@ -622,6 +680,92 @@ class ReadBuffer:
             data = bytes(rest[:max_bytes])
             self.rest = memoryview(rest)[max_bytes:]
         return data
+
+
+class NextMessage:
+    """A task that waits with a token until its message is there. Nothing is handed to it: it takes the message itself.
+
+    It waits as a :class:`~trio_ucx.ucp._engine.waits.Pending` does. A cancelled one leaves its message to others.
+    """
+
+    __slots__ = (
+        "_receiving",
+        "_task",
+        "error",
+        "expected",
+        "is_due",
+        "notify",
+        "number",
+        "parked_at",
+        "since",
+        "token",
+    )
+
+    since: float
+
+    def __init__(self, receiving: Receiving, number: int, token: Any) -> None:
+        self._receiving = receiving
+        self.number = number
+        self.token = token
+        #: Where C code says whether the token is due.
+        self.is_due = lib.tu_token_is_due(token)
+        #: Why there will be no message.
+        self.error: Exception | None = None
+        self._task: trio.lowlevel.Task | None = None
+        self.expected = False
+        self.notify = None
+        self.parked_at: Any = None
+
+    def due(self) -> None:
+        """Wakes the task."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        at = self.parked_at
+        if at.leader is self:
+            at.wake_leader()
+        else:
+            self.parked_at = None
+            at.parked -= 1
+            trio.lowlevel.reschedule(task)
+
+    def leave(self) -> None:
+        """It waits no more."""
+        token, self.token = self.token, None
+        self.is_due = _OVER
+        if token is not None:
+            self._receiving.waiting.pop(self, None)
+            self._receiving.engine.links.waiting.pop(token, None)
+            lib.tu_link_leave(token)
+
+    def give_up(self, error: Exception) -> None:
+        """Ends it with an error."""
+        self.error = error
+        self.leave()
+        self.due()
+
+    def internal_error(self, error: BaseException) -> None:
+        self._receiving.internal_error(error)
+
+    # ---- as a Pending ----
+
+    async def wait(self, *, watch: bool = False) -> None:
+        """Parks."""
+
+        def leave(_: object) -> trio.lowlevel.Abort:
+            self._task = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        self.since = perf_counter()
+        self._task = trio.lowlevel.current_task()
+        await trio.lowlevel.wait_task_rescheduled(leave)
+
+    async def cancel_for_leader(self, error: BaseException) -> bool:
+        """Returns False: the task gets the cancellation. Its message stays."""
+        return False
+
+    def result(self) -> None:
+        """Nothing is handed over."""
 
 
 class PendingReceive(Pending):

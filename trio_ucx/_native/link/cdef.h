@@ -135,6 +135,8 @@ tu_token_t *tu_link_wait(tu_link_t *link, const uint32_t *numbers, size_t count)
 int64_t tu_link_take(tu_token_t *token, size_t limit, bool look, uint32_t *number);
 /* What has arrived in its buffer must have been saved. */
 void tu_link_leave(tu_token_t *token);
+/* Where it says whether the token is due, as long as there is the token: it has become so since the last tu_link_take. */
+const bool *tu_token_is_due(const tu_token_t *token);
 /* From now on a message takes the place of those before it that no token is to have. */
 int tu_link_newest(tu_link_t *link, uint32_t number);
 

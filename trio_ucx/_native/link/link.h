@@ -230,6 +230,8 @@ bool tu_links_add(tu_links_t *links, tu_link_t *link);
 void tu_links_remove(tu_links_t *links, tu_link_t *link);
 tu_link_t *tu_links_find(const tu_links_t *links, uint64_t id);
 uint64_t tu_links_count_progress(const tu_links_t *links);
+/* A token is not due any more, and perhaps nothing else is new. */
+void tu_links_forget_news(tu_links_t *links);
 void tu_link_broke(tu_link_t *link, ucs_status_t status);
 tu_token_t *tu_token_new(tu_link_t *link, size_t places);
 /* Adds it to the tokens that are due, unless its task was woken already. */

@@ -307,6 +307,7 @@ int64_t tu_link_take(tu_token_t *token, size_t limit, bool look, uint32_t *numbe
 
     tu_list_remove(&token->due);
     token->is_due = false;
+    tu_links_forget_news(link->links);
     if (token->held != NULL) {
         return take_held(token, look, number);
     }
@@ -333,6 +334,11 @@ int64_t tu_link_take(tu_token_t *token, size_t limit, bool look, uint32_t *numbe
     }
     receive_gone(token);
     return TU_LINK_ENDED;
+}
+
+const bool *tu_token_is_due(const tu_token_t *token)
+{
+    return &token->is_due;
 }
 
 void tu_link_leave(tu_token_t *token)

@@ -38,16 +38,26 @@ const char *tu_links_taken(const tu_links_t *links)
     return links->at;
 }
 
+static int news(const tu_links_t *links)
+{
+    return (tu_list_is_empty(&links->due) ? 0 : TU_NEWS_DUE) |
+           (tu_list_is_empty(&links->broken) ? 0 : TU_NEWS_BROKEN) |
+           (tu_list_is_empty(&links->batches) ? 0 : TU_NEWS_BATCHES) |
+           (links->posted ? TU_NEWS_POSTED : 0) |
+           (links->discarded == NULL ? 0 : TU_NEWS_DISCARDED);
+}
+
 int tu_links_news(tu_links_t *links)
 {
-    int news = (tu_list_is_empty(&links->due) ? 0 : TU_NEWS_DUE) |
-               (tu_list_is_empty(&links->broken) ? 0 : TU_NEWS_BROKEN) |
-               (tu_list_is_empty(&links->batches) ? 0 : TU_NEWS_BATCHES) |
-               (links->posted ? TU_NEWS_POSTED : 0) |
-               (links->discarded == NULL ? 0 : TU_NEWS_DISCARDED);
+    int now = news(links);
 
     links->posted = links->has_news = false;
-    return news;
+    return now;
+}
+
+void tu_links_forget_news(tu_links_t *links)
+{
+    links->has_news = links->has_news && news(links) != 0;
 }
 
 const bool *tu_links_has_news(const tu_links_t *links)

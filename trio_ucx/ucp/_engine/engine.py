@@ -249,6 +249,36 @@ class Engine:
             self.progress_and_deliver(arm=False)
         return count > 0
 
+    def arm(self) -> int:
+        """For a task that is about to lead: progresses, and delivers what has arrived. If nothing has, arms the worker.
+
+        Returns: as :meth:`progress_and_deliver`. The caller settles the links' news.
+        """
+        if self.links.deferred:
+            self.links.flush()
+        records, _, armed = self._buffers
+        self.progress_count += 1
+        count = lib.tu_worker_progress_and_arm(self.handle, records, _BATCH, True, True, armed)
+        if count == 0 and not self.failures:
+            state: int = armed[0]
+            return state
+        self._deliver(count)
+        return lib.TU_MORE
+
+    def look(self) -> None:
+        """For the leader: progresses once, and delivers what has arrived. The caller settles the links' news."""
+        self.progress_count += 1
+        count = lib.tu_worker_look(self.handle, self._buffers[0], _BATCH)
+        if count:
+            self._deliver(count)
+
+    def _deliver(self, count: int) -> None:
+        words = self._buffers[1]
+        if count == 1 and words[0] == lib.TU_RECORD_TAKEN:  # the usual case
+            self.tag_dispatch.messages += words[1]
+        else:
+            self.poll_and_deliver(lambda *_: count)
+
     def events_seen(self) -> int:
         """Grows whenever something arrives or completes."""
         return self.tag_dispatch.messages + self.counters["arrived"] + self.counters["completed"]

@@ -42,8 +42,8 @@ class State(Enum):
 class Leads(Protocol):
     """What the leader waits for."""
 
-    #: None: it has not got it.
-    outcome: Any
+    #: Its only element is true if it has got it.
+    is_due: Any
 
 
 class HeardEngine(Protocol):
@@ -166,7 +166,7 @@ class Listening:
 
     def progressed(self, armed: bool) -> None:
         """Somebody who does not listen has progressed the worker while another task listens, and perhaps armed it."""
-        if not armed or (self.leader is not None and self.leader.outcome is not None):
+        if not armed or (self.leader is not None and self.leader.is_due[0]):
             self._engine.signal()
 
     def reap(self) -> bool:

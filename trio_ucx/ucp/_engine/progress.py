@@ -59,6 +59,9 @@ class ProgressingEngine(AwaitedEngine, HostedEngine, Protocol):
     tag_dispatch: TagDispatch
     waiting: Waiting
 
+    def progress_and_deliver(self, arm: bool) -> int:
+        """Progresses and delivers until nothing moves, then arms if asked to."""
+
     def awaited(self) -> bool:
         """True if a task or a queue waits for an event of UCX."""
 

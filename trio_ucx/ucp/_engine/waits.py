@@ -62,19 +62,45 @@ def _raise(error: BaseException) -> NoReturn:
         del error  # this frame is in its traceback, and would keep it alive
 
 
+#: What Pending.is_due is before and after it has finished.
+_NOT_DUE, _DUE = (False,), (True,)
+
+
+class Waited(Protocol):
+    """What a task may wait for: see :class:`Pending`."""
+
+    #: Its only element says whether the task may go on.
+    is_due: Any
+    expected: bool
+    parked_at: Listening | None
+    since: float
+    _task: trio.lowlevel.Task | None
+
+    async def wait(self, *, watch: bool = False) -> Any:
+        """Parks."""
+
+    async def cancel_for_leader(self, error: BaseException) -> bool:
+        """Its leader was cancelled or interrupted. Returns False if ``error`` is to be raised."""
+
+    def result(self) -> Any:
+        """Returns what the task gets."""
+
+
 class Pending:
     """Something that finishes once, with a value or an error; at most one task waits for it.
 
     What happens when that task is cancelled is the subclass's to say, in :meth:`cancel`.
     """
 
-    __slots__ = ("_raise_cancel", "_task", "expected", "notify", "outcome", "parked_at", "since")
+    __slots__ = ("_raise_cancel", "_task", "expected", "is_due", "notify", "outcome", "parked_at", "since")
 
     #: When the last task parked for it; not set if none has.
     since: float
 
     def __init__(self) -> None:
         self.outcome: Outcome[Any] | None = None
+        #: Its only element says whether it has finished.
+        self.is_due: Any = _NOT_DUE
         #: Called with this object when it finishes (request groups use it).
         self.notify: Callable[[Pending], None] | None = None
         self._task: trio.lowlevel.Task | None = None
@@ -106,7 +132,7 @@ class Pending:
         except BaseException:
             self._task = task  # it still waits, and can be cancelled
             raise
-        self.outcome = result
+        self.outcome, self.is_due = result, _DUE
         if task is not None and not led:
             if at is not None:
                 self.parked_at = None
@@ -157,6 +183,11 @@ class Pending:
         self._task = None
         return trio.lowlevel.Abort.SUCCEEDED
 
+    @property
+    def has_ended(self) -> bool:
+        """True if it has finished with an error that the next call raises again."""
+        return isinstance(self.outcome, Error) and isinstance(self.outcome.error, _ENDED)
+
     async def cancel_for_leader(self, error: BaseException) -> bool:
         """Cancels this Pending after its leader was cancelled or interrupted, if it has not finished.
 
@@ -174,7 +205,7 @@ class Pending:
                     await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
             finally:
                 self._raise_cancel = None
-        elif isinstance(self.outcome, Error) and isinstance(self.outcome.error, _ENDED):
+        elif self.has_ended:
             return False
         raises_error = isinstance(self.outcome, Error) and self.outcome.error is error
         if isinstance(error, KeyboardInterrupt) and not raises_error:
@@ -280,17 +311,31 @@ def check_yield_interval(yield_interval: float) -> float:
     return yield_interval
 
 
+class Links(Protocol):
+    """The links of Connections."""
+
+    #: Its first element is true when there is something to settle.
+    news: Any
+
+    def settle(self) -> None:
+        """Wakes tasks whose tokens are due."""
+
+
 class AwaitedEngine(Protocol):
     """The part of the engine that waiting tasks use."""
 
     handle: Any
     efd: int
+    links: Links
     listening: Listening
     broken: BaseException | None
     counters: collections.Counter[str]
 
-    def progress_and_deliver(self, arm: bool, once: bool = False) -> int:
-        """Progresses and delivers until nothing moves, then arms if asked to: ``TU_ARMED``, or why not."""
+    def arm(self) -> int:
+        """Progresses, and delivers what has arrived. If nothing has, arms the worker: ``TU_ARMED``, or why not."""
+
+    def look(self) -> None:
+        """Progresses once, and delivers what has arrived."""
 
     def poll_and_deliver(self, function: Callable[[Any, Any, int], int]) -> bool:
         """Calls a function of C, and delivers the records that it brings. Returns True if there were any."""
@@ -341,7 +386,7 @@ class Waiting:
         polls = self._yield_interval and self.polling and self._yielded_lately()
         return self._engine.poll_and_deliver(lib.tu_poll_at_once if polls else lib.tu_worker_look)
 
-    async def wait(self, pending: Pending, *, watch: bool = False) -> Any:
+    async def wait(self, pending: Waited, *, watch: bool = False) -> Any:
         """Waits for something pending. A schedule point, unless one was passed within the ``yield_interval``.
 
         If the wait is cancelled, so is ``pending``; with ``watch``, ``pending`` goes on.
@@ -353,30 +398,30 @@ class Waiting:
             if listening.state is State.FREE:
                 if self.polling and lib.tu_poll_begin(engine.handle):
                     await self._poll(pending)
-                if listening.state is State.FREE and pending.outcome is None:
+                if listening.state is State.FREE and not pending.is_due[0]:
                     await self._lead(pending, watch)
-            if pending.outcome is None:
+            if not pending.is_due[0]:
                 await self._park(pending, watch)
         finally:
             pending.expected = False
             listening.go_on()
         return pending.result()
 
-    async def _poll(self, pending: Pending) -> None:
+    async def _poll(self, pending: Waited) -> None:
         engine = self._engine
         listening = engine.listening
         while await self._alone() and listening.state is State.FREE:
             listening.came_back()
-            while pending.outcome is None and listening.state is State.FREE and engine.poll_and_deliver(lib.tu_poll):
+            while not pending.is_due[0] and listening.state is State.FREE and engine.poll_and_deliver(lib.tu_poll):
                 pass
-            if pending.outcome is not None or listening.state is not State.FREE:
+            if pending.is_due[0] or listening.state is not State.FREE:
                 break
             if not lib.tu_poll_continues(engine.handle):
                 break
             if trio.current_effective_deadline() == -math.inf:
                 break  # cancelled: waiting raises that
             self._yielded = 0.0  # whatever the yield_interval: deadlines and signals wait
-        if isinstance(pending.outcome, Error) and isinstance(pending.outcome.error, _ENDED):
+        if isinstance(pending, Pending) and pending.has_ended:
             await trio.lowlevel.checkpoint_if_cancelled()  # as a parked task, which gets the cancellation first
 
     async def poll_for_sequences(self) -> None:
@@ -401,7 +446,7 @@ class Waiting:
                 break
         return took < _ALONE
 
-    async def _park(self, pending: Pending, watch: bool) -> None:
+    async def _park(self, pending: Waited, watch: bool) -> None:
         """Waits until somebody else finds what this task waits for."""
         engine = self._engine
         listening = engine.listening
@@ -419,15 +464,22 @@ class Waiting:
             if self._yield_interval:
                 self._yielded = perf_counter()
 
-    def _arm(self, pending: Pending) -> bool:
+    def _arm(self, pending: Waited) -> bool:
         """Delivers what is there, and arms the worker. Returns False if that cannot be done, or need not be."""
+        engine = self._engine
+        links = engine.links
         for _ in range(_DELIVERIES):
-            result = self._engine.progress_and_deliver(arm=True, once=True)
-            if pending.outcome is not None or result != lib.TU_MORE:
-                return pending.outcome is None and result == lib.TU_ARMED
+            if pending.is_due[0]:
+                return False
+            if links.news[0]:  # others' tokens are due
+                links.settle()
+                continue
+            state = engine.arm()
+            if state != lib.TU_MORE:
+                return state == lib.TU_ARMED
         return False
 
-    async def _lead(self, pending: Pending, watch: bool) -> None:
+    async def _lead(self, pending: Waited, watch: bool) -> None:
         """Waits for the descriptor, for which this task arms the worker.
 
         Returns when ``pending`` has finished, or when the progress task must listen.
@@ -435,7 +487,7 @@ class Waiting:
         engine = self._engine
         listening = engine.listening
         if not self._arm(pending) or listening.state is not State.FREE:
-            if pending.outcome is not None:
+            if pending.is_due[0]:
                 await self.schedule_point()
             return
         engine.watch_events()
@@ -450,15 +502,15 @@ class Waiting:
                 finally:
                     pending.parked_at = pending._task = None
                 engine.counters["wakeups"] += 1
-                if pending.outcome is not None or engine.handle is None or engine.broken is not None:
+                if pending.is_due[0] or engine.handle is None or engine.broken is not None:
                     return
-                engine.poll_and_deliver(lib.tu_worker_look)
-                if pending.outcome is not None or listening.parked or not self._arm(pending):
+                engine.look()
+                if pending.is_due[0] or listening.parked or not self._arm(pending):
                     return
         except (trio.Cancelled, KeyboardInterrupt) as error:
             listening.stop_leading()
             listening.serve()
-            if (watch and pending.outcome is None) or not await pending.cancel_for_leader(error):
+            if (watch and not pending.is_due[0]) or not await pending.cancel_for_leader(error):
                 raise
         except (OSError, trio.ClosedResourceError):
             pass  # the progress task will get the same error; or the worker was closed, and pending has finished
