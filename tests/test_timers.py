@@ -98,14 +98,15 @@ async def test_short_delays_are_short() -> None:
 
 
 async def test_the_safety_net(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check that was asked for must not be skipped because of an earlier expiry of the timer."""
-    monkeypatch.setattr(progress, "TIMER_SECONDS", LATER / 1e9)
+    """A tick that was asked for must not be skipped because of an earlier expiry of the timer."""
+    monkeypatch.setattr(progress, "SHORT_TICK", LATER / 1e9)
+    monkeypatch.setattr(progress, "LONG_TICK", LATER / 1e9)
     async with ucp.open_worker() as worker:
         net = internals(worker).progress_task.safety_net
         await trio.testing.wait_all_tasks_blocked()
-        async with just_before("trio_ucx safety net", net.watch_polling):
+        async with just_before("trio_ucx safety net", net.start):
             lib.tu_timer_set(net.timer, NOW, False)
-        assert net._interval == LATER / 1e9
+        assert net._tick_after == LATER / 1e9
         assert remaining(net.timer) > 0
         lib.tu_timer_set(net.timer, NOW, False)
-        await until(lambda: net._interval == progress.INTERVAL)
+        await until(lambda: not net._tick_after)

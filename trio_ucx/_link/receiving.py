@@ -286,6 +286,7 @@ class Receiving:
                 await waiting.wait(wait)
                 slept = True
                 if wait.error is not None:
+                    await trio.lowlevel.checkpoint_if_cancelled()  # a cancellation comes first
                     raise wait.error
         except BaseException as error:
             wait.leave()

@@ -41,7 +41,7 @@ from .network import silent_hosts, stopped_process
 BLOCKED = 0.5
 
 _STATES = {
-    ListeningState.LED: "waits for UCX's events, by the task that waits for one",
+    ListeningState.LED: "waits for UCX's events",
     ListeningState.SERVED: "waits for UCX's events",
     ListeningState.FREE: "is progressed by the tasks that use it",
     ListeningState.ENDED: "is not progressed any more",

@@ -207,6 +207,8 @@ class Engine:
             end = perf_counter() + _SLICE
             for _ in range(_ROUNDS):
                 count = lib.tu_worker_progress_and_arm(self.handle, records, _BATCH, arm, once, armed)
+                if self.links.news[0]:  # also what the leader has left
+                    self.links.settle()
                 if count > 0:
                     deliver(self, words[: count * _FIELDS].tolist())
                     if self.failures:
@@ -240,6 +242,8 @@ class Engine:
             count = function(self.handle, records, _BATCH)
             if count > 0:
                 deliver(self, words[: count * _FIELDS].tolist())
+            elif self.links.news[0]:  # what the leader has left
+                self.links.settle()
         except BaseException as error:
             self.internal_error(error)
             return False
@@ -298,8 +302,17 @@ class Engine:
 
     def reap(self) -> None:
         """Progresses the worker, and delivers what has arrived and completed."""
-        if not self._reaping:
-            self.listening.reap()
+        self.try_to_arm()
+
+    def try_to_arm(self) -> bool:
+        """Reaps. Returns True if somebody listens, and the worker is armed for him."""
+        if self._reaping:
+            return False
+        heard = self.listening.heard
+        armed = self.progress_and_deliver(arm=heard) == lib.TU_ARMED
+        if heard:
+            self.listening.progressed(armed)
+        return armed
 
     def reap_soon(self) -> None:
         """Reaps in the next round of Trio's loop; makes Trio look for runnable tasks before that."""

@@ -27,8 +27,6 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, Protocol
 
-from ..._native import lib
-
 SHORT_TICK, LONG_TICK = 0.0005, 0.004
 
 
@@ -49,14 +47,11 @@ class Leads(Protocol):
 class HeardEngine(Protocol):
     """The part of the engine that this module uses."""
 
-    def progress_and_deliver(self, arm: bool, once: bool = False) -> int:
-        """Progresses and delivers until nothing moves, then arms if asked to: ``TU_ARMED``, or why not."""
-
     def signal(self) -> None:
         """Makes the descriptor readable."""
 
 
-class Timer(Protocol):
+class Ticks(Protocol):
     """What calls :meth:`Listening.ticked` until that returns False."""
 
     def start(self) -> None:
@@ -80,7 +75,7 @@ class Listening:
         listens: whether the progress task waits for the descriptor.
     """
 
-    def __init__(self, engine: HeardEngine, resume: Callable[[], None], timer: Timer, *, always: bool) -> None:
+    def __init__(self, engine: HeardEngine, resume: Callable[[], None], timer: Ticks, *, always: bool) -> None:
         self._engine = engine
         self._resume = resume
         self._timer = timer
@@ -168,14 +163,6 @@ class Listening:
         """Somebody who does not listen has progressed the worker while another task listens, and perhaps armed it."""
         if not armed or (self.leader is not None and self.leader.is_due[0]):
             self._engine.signal()
-
-    def reap(self) -> bool:
-        """Progresses and delivers. Returns False if somebody listens, and UCX could not be armed for him."""
-        heard = self.heard
-        armed = self._engine.progress_and_deliver(arm=heard) == lib.TU_ARMED
-        if heard and self.heard:
-            self.progressed(armed)
-        return armed or not heard
 
     def wake(self) -> None:
         """Something besides UCX needs the progress task."""

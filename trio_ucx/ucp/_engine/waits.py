@@ -311,7 +311,7 @@ def check_yield_interval(yield_interval: float) -> float:
     return yield_interval
 
 
-class Links(Protocol):
+class AwaitedLinks(Protocol):
     """The links of Connections."""
 
     #: Its first element is true when there is something to settle.
@@ -326,7 +326,7 @@ class AwaitedEngine(Protocol):
 
     handle: Any
     efd: int
-    links: Links
+    links: AwaitedLinks
     listening: Listening
     broken: BaseException | None
     counters: collections.Counter[str]
@@ -505,6 +505,10 @@ class Waiting:
                 if pending.is_due[0] or engine.handle is None or engine.broken is not None:
                     return
                 engine.look()
+                if pending.is_due[0]:
+                    return
+                if engine.links.news[0]:
+                    engine.links.settle()
                 if pending.is_due[0] or listening.parked or not self._arm(pending):
                     return
         except (trio.Cancelled, KeyboardInterrupt) as error:

@@ -282,11 +282,8 @@ class WatchedQueue(ReceiveQueue):
 
     def _armed(self) -> bool:
         """True if UCX can be armed."""
-        listening = self._engine.listening
-        if listening.heard:
-            return listening.reap()
-        listening.serve()
-        return False
+        self._engine.listening.serve()
+        return self._engine.try_to_arm()
 
     async def _probe(self, timer: int) -> bool | None:
         """Returns True if messages arrive in all queues; None if the probes could not be sent."""
