@@ -170,7 +170,28 @@ class LeadsBesideOthers(Worker):
             self.progress_task = RUNS
 
 
+class LeavesTokens(Worker):
+    """A leader that parks tells nobody of what it has found for others, and the progress task only of what is new."""
+
+    def lead(self, task: int) -> None:
+        before = self.tasks[:]
+        super().lead(task)
+        self._forget(before, [True] * len(before))
+
+    def progress(self) -> bool:
+        before, old = self.tasks[:], [not count for count in self.pending]
+        moved = super().progress()
+        self._forget(before, old)
+        return moved
+
+    def _forget(self, before: list[str], those: list[bool]) -> None:
+        for task, was in enumerate(before):
+            if those[task] and was == PARKED and self.tasks[task] == DUE:
+                self.tasks[task] = PARKED
+
+
 FAULTS = [
+    LeavesTokens,
     NobodyAfterTheLeader,
     LooksAlways,
     ParksWithoutALook,
