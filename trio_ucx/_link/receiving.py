@@ -274,6 +274,9 @@ class Receiving:
         Raises: as :meth:`Connection.receive`.
         """
         links, waiting = self._links, self.engine.waiting
+        if number >= wire.CONVERSATIONS and number not in self.conversations.channels:
+            await waiting.schedule_point()
+            raise self.end_error(number)  # its channel was left while the caller looked for a message
         self.number[0] = number
         token = _wait(self.native.handle, self.number, 1)
         if token == ffi.NULL:
@@ -299,7 +302,10 @@ class Receiving:
             del self.waiting[wait]
             receive = PendingReceive(self, Want.BYTES, None, limit)
             receive.begin(number, token)
-            receive.due()
+            try:
+                receive.due()
+            except BaseException as error:
+                receive.internal_error(error)
             links.settle()
             return cast(bytes, await completed(receive, self.engine))
         wait.token = None
