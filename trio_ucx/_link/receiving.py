@@ -110,6 +110,9 @@ class Receiving:
         self._served = -1
         self._on_frame = on_frame
         self._acknowledge = acknowledge
+        #: Whether the last message was waited for. Then the next will most probably be, too, and it is no use to look
+        #: for it first.
+        self._slept = False
         self._place = ffi.new("char **")
         #: Why a message could not be saved out of a buffer of the user's.
         self._unsaved: Exception | None = None
@@ -219,7 +222,7 @@ class Receiving:
             MemoryError: there was no memory for it; it was dropped.
         """
         length = lib.tu_link_receive(self.native.handle, number, limit, False)
-        if length == _EMPTY and self.engine.waiting.look():
+        if length == _EMPTY and not self._slept and self.engine.waiting.look():
             length = lib.tu_link_receive(self.native.handle, number, limit, False)
         if length >= 0:
             data = self.taken(length)
@@ -283,11 +286,11 @@ class Receiving:
             raise MemoryError("no memory to wait for a message")
         wait = links.waiting[token] = NextMessage(self, number, token)
         self.waiting[wait] = None
-        slept = False
+        waited = False
         try:
             while (verdict := _take(token, limit, False, self.number)) == _EMPTY:
                 await waiting.wait(wait)
-                slept = True
+                waited = True
                 if wait.error is not None:
                     await trio.lowlevel.checkpoint_if_cancelled()  # a cancellation comes first
                     raise wait.error
@@ -308,6 +311,7 @@ class Receiving:
                 receive.internal_error(error)
             links.settle()
             return cast(bytes, await completed(receive, self.engine))
+        self._slept = waited and waiting.slept
         wait.token = None
         del self.waiting[wait], links.waiting[token]
         try:
@@ -317,7 +321,7 @@ class Receiving:
         finally:
             if links.news[0]:
                 links.settle()
-            if not slept:
+            if not waited:
                 await waiting.schedule_point()
 
     def _no_message(self, number: int, verdict: int, limit: int) -> Exception:

@@ -68,7 +68,8 @@ _Made = TypeVar("_Made")
 _Arguments = TypeVarTuple("_Arguments")
 
 _BATCH = 256
-_FIELDS = lib.TU_RECORD_FIELDS
+_FIELDS, _TAKEN = lib.TU_RECORD_FIELDS, lib.TU_RECORD_TAKEN
+_look, _progress_and_arm = lib.tu_worker_look, lib.tu_worker_progress_and_arm
 #: How often one call progresses and delivers, at most, before it lets other tasks run.
 _ROUNDS = 8
 #: Seconds after which they end: other tasks wait meanwhile.
@@ -262,7 +263,7 @@ class Engine:
             self.links.flush()
         records, _, armed = self._buffers
         self.progress_count += 1
-        count = lib.tu_worker_progress_and_arm(self.handle, records, _BATCH, True, True, armed)
+        count = _progress_and_arm(self.handle, records, _BATCH, True, True, armed)
         if count == 0 and not self.failures:
             state: int = armed[0]
             return state
@@ -271,14 +272,17 @@ class Engine:
 
     def look(self) -> None:
         """For the leader: progresses once, and delivers what has arrived. The caller settles the links' news."""
+        records, words, _ = self._buffers
         self.progress_count += 1
-        count = lib.tu_worker_look(self.handle, self._buffers[0], _BATCH)
-        if count:
+        count = _look(self.handle, records, _BATCH)
+        if count == 1 and words[0] == _TAKEN:  # the usual case
+            self.tag_dispatch.messages += words[1]
+        elif count:
             self._deliver(count)
 
     def _deliver(self, count: int) -> None:
         words = self._buffers[1]
-        if count == 1 and words[0] == lib.TU_RECORD_TAKEN:  # the usual case
+        if count == 1 and words[0] == _TAKEN:
             self.tag_dispatch.messages += words[1]
         else:
             self.poll_and_deliver(lambda *_: count)

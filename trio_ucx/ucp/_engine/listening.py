@@ -113,15 +113,20 @@ class Listening:
         if self.state is State.FREE:
             if self.parked or self._always:
                 self.serve()
-            else:
-                self.came_back()
+                return
+            self._returns += 1
+            if not self._ticks:
+                self._start()
 
     def came_back(self) -> None:
         """A task uses the worker, which is free."""
         self._returns += 1
         if not self._ticks:
-            self._ticks = True
-            self._timer.start()
+            self._start()
+
+    def _start(self) -> None:
+        self._ticks = True
+        self._timer.start()
 
     def wake_leader(self) -> None:
         """The leader has got what it waits for, from somebody else."""

@@ -64,6 +64,8 @@ def _raise(error: BaseException) -> NoReturn:
 
 #: What Pending.is_due is before and after it has finished.
 _NOT_DUE, _DUE = (False,), (True,)
+_FREE = State.FREE
+_ARMED, _MORE, _look = lib.TU_ARMED, lib.TU_MORE, lib.tu_worker_look
 
 
 class Waited(Protocol):
@@ -347,13 +349,15 @@ class AwaitedEngine(Protocol):
 class Waiting:
     """How the tasks of one worker wait."""
 
-    __slots__ = ("_engine", "_yield_interval", "_yielded", "polling")
+    __slots__ = ("_engine", "_yield_interval", "_yielded", "polling", "slept")
 
     def __init__(self, engine: AwaitedEngine, spin: float, yield_interval: float) -> None:
         self._engine = engine
         self.polling = spin > 0
         lib.tu_poll_bound(engine.handle, int(spin * 1e9))
         self._yield_interval = yield_interval
+        #: Whether the last wait was more than a look.
+        self.slept = False
         #: When a task last passed a schedule point.
         self._yielded = 0.0
 
@@ -380,11 +384,11 @@ class Waiting:
             True if something was delivered.
         """
         listening = self._engine.listening
-        if listening.state is not State.FREE:
+        if listening.state is not _FREE:
             return False
         listening.came_back()
         polls = self._yield_interval and self.polling and self._yielded_lately()
-        return self._engine.poll_and_deliver(lib.tu_poll_at_once if polls else lib.tu_worker_look)
+        return self._engine.poll_and_deliver(lib.tu_poll_at_once if polls else _look)
 
     async def wait(self, pending: Waited, *, watch: bool = False) -> Any:
         """Waits for something pending. A schedule point, unless one was passed within the ``yield_interval``.
@@ -393,12 +397,12 @@ class Waiting:
         """
         engine = self._engine
         listening = engine.listening
-        pending.expected = True
+        pending.expected = self.slept = True
         try:
-            if listening.state is State.FREE:
+            if listening.state is _FREE:
                 if self.polling and lib.tu_poll_begin(engine.handle):
                     await self._poll(pending)
-                if listening.state is State.FREE and not pending.is_due[0]:
+                if listening.state is _FREE and not pending.is_due[0]:
                     await self._lead(pending, watch)
             if not pending.is_due[0]:
                 await self._park(pending, watch)
@@ -410,11 +414,11 @@ class Waiting:
     async def _poll(self, pending: Waited) -> None:
         engine = self._engine
         listening = engine.listening
-        while await self._alone() and listening.state is State.FREE:
+        while await self._alone() and listening.state is _FREE:
             listening.came_back()
-            while not pending.is_due[0] and listening.state is State.FREE and engine.poll_and_deliver(lib.tu_poll):
+            while not pending.is_due[0] and listening.state is _FREE and engine.poll_and_deliver(lib.tu_poll):
                 pass
-            if pending.is_due[0] or listening.state is not State.FREE:
+            if pending.is_due[0] or listening.state is not _FREE:
                 break
             if not lib.tu_poll_continues(engine.handle):
                 break
@@ -469,14 +473,13 @@ class Waiting:
         engine = self._engine
         links = engine.links
         for _ in range(_DELIVERIES):
+            state = engine.arm()
+            if state != _MORE:
+                return state == _ARMED
+            if links.news[0] and not pending.is_due[0]:  # others' tokens are due
+                links.settle()
             if pending.is_due[0]:
                 return False
-            if links.news[0]:  # others' tokens are due
-                links.settle()
-                continue
-            state = engine.arm()
-            if state != lib.TU_MORE:
-                return state == lib.TU_ARMED
         return False
 
     async def _lead(self, pending: Waited, watch: bool) -> None:
@@ -486,8 +489,9 @@ class Waiting:
         """
         engine = self._engine
         listening = engine.listening
-        if not self._arm(pending) or listening.state is not State.FREE:
+        if not self._arm(pending) or listening.state is not _FREE:
             if pending.is_due[0]:
+                self.slept = False
                 await self.schedule_point()
             return
         engine.watch_events()
