@@ -120,7 +120,7 @@ class SimulatedEngine:
         self.figures = threading.RLock()
         self.links = WorkerLinks(self, ffi.NULL, lambda: None)  # type: ignore[arg-type]
         self.waiting = SimpleNamespace(look=lambda: False)
-        self.run = SimpleNamespace(inherited=False, spawn=self.spawn)
+        self.run = SimpleNamespace(inherited=False, spawn=self.spawn, thread=threading.get_ident())
         self.peer_processes = SimpleNamespace(forget=lambda process, who: None)
         self.receive_queue = SimpleNamespace(suspect=lambda: None, endpoint_closing=lambda core: None)
         #: The messages that UCX holds here, by handle.
