@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
+from typing import Protocol
 
 import attrs
 import trio
@@ -23,6 +24,13 @@ from .._rules import wire
 from ..ucp._internal_api import Origin, Waiters, about
 from .native import NativeLink
 from .sending import Sending
+
+
+class EndedWait(Protocol):
+    """A task that waits for a message, and may have to end."""
+
+    def give_up(self, error: Exception) -> None:
+        """Ends it with an error."""
 
 
 @attrs.define(eq=False)
@@ -37,6 +45,7 @@ class ChannelState:
         accepted: whether a user has it.
         on_end: called, once each, when the peer has left it, or the connection has ended, unless this side has left it
             before. They run no code of the user's.
+        waits: the tasks that wait for its next message.
     """
 
     number: int
@@ -46,6 +55,7 @@ class ChannelState:
     by_force: bool = False
     accepted: bool = True
     on_end: tuple[Callable[[], None], ...] = ()
+    waits: set[EndedWait] = attrs.Factory(set)
 
     def ended(self) -> None:
         """The peer has left it, or the connection has ended."""
@@ -245,6 +255,8 @@ class OpenChannels:
     def _free_if_over(self, channel: ChannelState) -> None:
         number = channel.number
         if channel.left and channel.peer_left and self.channels.get(number) is channel:
+            for wait in list(channel.waits):  # the number may be another conversation's before their tasks run
+                wait.give_up(trio.ClosedResourceError("this channel was closed"))
             del self.channels[number], self._sending.channel_problem[number]
             if self._native.handle is not None:
                 lib.tu_link_forget_queue(self._native.handle, number)

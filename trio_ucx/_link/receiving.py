@@ -277,7 +277,8 @@ class Receiving:
         Raises: as :meth:`Connection.receive`.
         """
         links, waiting = self._links, self.engine.waiting
-        if number >= wire.CONVERSATIONS and number not in self.conversations.channels:
+        channel = self.conversations.channels.get(number)
+        if number >= wire.CONVERSATIONS and channel is None:
             await waiting.schedule_point()
             raise self.end_error(number)  # its channel was left while the caller looked for a message
         self.number[0] = number
@@ -286,6 +287,8 @@ class Receiving:
             raise MemoryError("no memory to wait for a message")
         wait = links.waiting[token] = NextMessage(self, number, token)
         self.waiting[wait] = None
+        if channel is not None:
+            channel.waits.add(wait)
         waited = False
         try:
             while (verdict := _take(token, limit, False, self.number)) == _EMPTY:
@@ -301,6 +304,9 @@ class Receiving:
             if isinstance(error, Exception):
                 self._raises(error)
             raise
+        finally:
+            if channel is not None:
+                channel.waits.discard(wait)
         if verdict == _BEGIN:  # the same token goes on, with memory for the message
             del self.waiting[wait]
             receive = PendingReceive(self, Want.BYTES, None, limit)
@@ -317,21 +323,18 @@ class Receiving:
         try:
             if verdict >= 0:
                 return self.taken(verdict)
-            raise self._no_message(number, verdict, limit)
+            if verdict != _ENDED:
+                bound = "max_message_size is" if limit == self.max_message_size else "max_size is"
+                raise self.lost_message(verdict, limit, bound)
         finally:
             if links.news[0]:
                 links.settle()
             if not waited:
                 await waiting.schedule_point()
-
-    def _no_message(self, number: int, verdict: int, limit: int) -> Exception:
-        if verdict == _ENDED:
-            error = self.end_error(number)
-            self.reported(error)
-            return error
-        return self.lost_message(
-            verdict, limit, "max_message_size is" if limit == self.max_message_size else "max_size is"
-        )
+        await trio.lowlevel.checkpoint_if_cancelled()  # a cancellation comes first
+        error = self.end_error(number)
+        self.reported(error)
+        raise error
 
     def receive(self, number: int, want: Want, limit: int = ANY_LENGTH) -> PendingReceive:
         """Queues a receive that has no buffer of the user's, and takes a message of at most ``limit`` bytes."""
