@@ -332,9 +332,12 @@ class Receiving:
             if not waited:
                 await waiting.schedule_point()
         await trio.lowlevel.checkpoint_if_cancelled()  # a cancellation comes first
+        raise self._end_to_raise(number)
+
+    def _end_to_raise(self, number: int) -> Exception:
         error = self.end_error(number)
         self.reported(error)
-        raise error
+        return error
 
     def receive(self, number: int, want: Want, limit: int = ANY_LENGTH) -> PendingReceive:
         """Queues a receive that has no buffer of the user's, and takes a message of at most ``limit`` bytes."""
