@@ -187,11 +187,8 @@ class Engine:
 
     # ---- progress ----
 
-    def progress_and_deliver(self, arm: bool, once: bool = False) -> int:
+    def progress_and_deliver(self, arm: bool) -> int:
         """Progresses and delivers until nothing moves, then arms if asked to.
-
-        Args:
-            once: whether to return as soon as something was delivered.
 
         Returns:
             ``TU_ARMED``, ``TU_BUSY`` (UCX cannot be armed although nothing moves) or ``TU_MORE`` (not asked to arm, or
@@ -207,15 +204,18 @@ class Engine:
             records, words, armed = self._buffers
             end = perf_counter() + _SLICE
             for _ in range(_ROUNDS):
-                count = lib.tu_worker_progress_and_arm(self.handle, records, _BATCH, arm, once, armed)
-                if self.links.news[0]:  # also what the leader has left
+                count = _progress_and_arm(self.handle, records, _BATCH, arm, False, armed)
+                news = self.links.news[0]
+                if news:  # also what the leader has left
                     self.links.settle()
                 if count > 0:
                     deliver(self, words[: count * _FIELDS].tolist())
                     if self.failures:
                         continue
-                    if once or perf_counter() > end:
+                    if perf_counter() > end:
                         break
+                elif news:
+                    continue  # something may have been posted
                 elif self.failures:
                     deliver_failures(self)
                 elif count < 0:
@@ -234,15 +234,17 @@ class Engine:
         """Calls a function of C, and delivers the records that it brings. Returns True if there were any."""
         if self._reaping or self.handle is None:
             return False
-        self._reaping = True
         self.progress_count += 1
+        if self.links.deferred:
+            self.links.flush()
+        return self._deliver(function(self.handle, self._buffers[0], _BATCH))
+
+    def _deliver(self, count: int) -> bool:
+        """Delivers so many records. Returns True if there are any."""
+        self._reaping = True
         try:
-            if self.links.deferred:
-                self.links.flush()
-            records, words, _ = self._buffers
-            count = function(self.handle, records, _BATCH)
             if count > 0:
-                deliver(self, words[: count * _FIELDS].tolist())
+                deliver(self, self._buffers[1][: count * _FIELDS].tolist())
             elif self.links.news[0]:  # what the leader has left
                 self.links.settle()
         except BaseException as error:
@@ -254,38 +256,34 @@ class Engine:
             self.progress_and_deliver(arm=False)
         return count > 0
 
-    def arm(self) -> int:
-        """For a task that is about to lead: progresses, and delivers what has arrived. If nothing has, arms the worker.
+    # For a task that leads, or is about to: it settles the links' news itself, unless it takes its own message first.
 
-        Returns: as :meth:`progress_and_deliver`. The caller settles the links' news.
-        """
+    def arm(self) -> int:
+        """Progresses, and delivers what has arrived; if nothing has, arms. Returns what progress_and_deliver does."""
         if self.links.deferred:
             self.links.flush()
-        records, _, armed = self._buffers
+        records, words, armed = self._buffers
         self.progress_count += 1
         count = _progress_and_arm(self.handle, records, _BATCH, True, True, armed)
         if count == 0 and not self.failures:
             state: int = armed[0]
             return state
-        self._deliver(count)
+        self._arrived(count, words)
         return lib.TU_MORE
 
     def look(self) -> None:
-        """For the leader: progresses once, and delivers what has arrived. The caller settles the links' news."""
+        """Progresses once, and delivers what has arrived."""
         records, words, _ = self._buffers
         self.progress_count += 1
         count = _look(self.handle, records, _BATCH)
+        if count:
+            self._arrived(count, words)
+
+    def _arrived(self, count: int, words: Any) -> None:
         if count == 1 and words[0] == _TAKEN:  # the usual case
             self.tag_dispatch.messages += words[1]
-        elif count:
-            self._deliver(count)
-
-    def _deliver(self, count: int) -> None:
-        words = self._buffers[1]
-        if count == 1 and words[0] == _TAKEN:
-            self.tag_dispatch.messages += words[1]
         else:
-            self.poll_and_deliver(lambda *_: count)
+            self._deliver(count)
 
     def events_seen(self) -> int:
         """Grows whenever something arrives or completes."""
