@@ -735,17 +735,20 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
             engine, receiving = self._link.engine, self._link.receiving
             large = receiving.stream
             limit = stream.READ_SIZE if max_bytes is None else max_bytes
-            piece = large.take(max_bytes) or receiving.next_piece(limit)
-            if piece is None and engine.waiting.look():
+            piece = large.take(max_bytes) if large.rest else receiving.next_piece(limit)
+            if piece is None and not receiving.slept and engine.waiting.look():
                 piece = receiving.next_piece(limit)
             if piece is not None:
                 await engine.waiting.schedule_point()
                 return piece
             try:
-                large.rest = await receiving.next(wire.STREAM, limit)
+                piece = await receiving.next(wire.STREAM, limit)
             except trio.EndOfChannel:
                 return b""
-            return large.take(max_bytes)
+            if len(piece) > limit:
+                large.rest = piece
+                piece = large.take(max_bytes)
+            return piece
 
     # ---- closing ----
 

@@ -112,7 +112,7 @@ class Receiving:
         self._acknowledge = acknowledge
         #: Whether the last message was waited for. Then the next will most probably be, too, and it is no use to look
         #: for it first.
-        self._slept = False
+        self.slept = False
         self._place = ffi.new("char **")
         #: Why a message could not be saved out of a buffer of the user's.
         self._unsaved: Exception | None = None
@@ -222,7 +222,7 @@ class Receiving:
             MemoryError: there was no memory for it; it was dropped.
         """
         length = lib.tu_link_receive(self.native.handle, number, limit, False)
-        if length == _EMPTY and not self._slept and self.engine.waiting.look():
+        if length == _EMPTY and not self.slept and self.engine.waiting.look():
             length = lib.tu_link_receive(self.native.handle, number, limit, False)
         if length >= 0:
             data = self.taken(length)
@@ -317,7 +317,7 @@ class Receiving:
                 receive.internal_error(error)
             links.settle()
             return cast(bytes, await completed(receive, self.engine))
-        self._slept = waited and waiting.slept
+        self.slept = waited and waiting.slept
         wait.token = None
         del self.waiting[wait], links.waiting[token]
         try:
