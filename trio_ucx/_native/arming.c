@@ -1,5 +1,5 @@
-/* Makes a worker progress until nothing moves, hands its records to Python, and arms it: ucp/_engine/arming.py decides
- * when. */
+/* Makes a worker progress until nothing moves, hands its records to Python, and arms it: ucp/_engine/listening.py
+ * says when. */
 #include "native.h"
 
 #define BUSY_RETRIES 4

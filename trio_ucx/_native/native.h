@@ -74,7 +74,7 @@
  *     call that posts returns: tu_post_end. No test: nothing here is of use to a second thread
  *   - When an armed worker has something to do, its descriptor is readable. Completion queues of InfiniBand lose what comes
  *     right before they are armed (uct_ib_iface_arm_cq): arming.c. conftest.py: missed_events is 0 in every test
- *   - Progress returns more than 0 when a piece was sent or received. Otherwise pauses would be too long: arming.py
+ *   - Progress returns more than 0 when a piece was sent or received. Otherwise pauses would be too long: progress.py
  *   - Nothing reads a buffer after a forced close, if all lanes are sysv, posix or self: tu_endpoint_copies.
  *     test_long_messages.py: test_abort_releases_buffers_while_others_use_the_endpoint
  *

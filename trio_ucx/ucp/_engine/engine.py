@@ -10,8 +10,8 @@ which wakes tasks; no user code runs in a delivery. When there are none left, C 
 *What calls it.* One task waits for the descriptor with ``wait_readable``, and calls it whenever the descriptor wakes
 the task: one that is parked, or else a system task of the worker, the progress task (``progress.py``). Waiting tasks
 poll before they park (``waits.py``). Calls that must know what has arrived, such as ``receive_nowait``, begin with
-:meth:`Engine.reap`; calls that release buffers, such as ``abort``, end with it. The module ``arming.py`` decides what
-progresses the worker next.
+:meth:`Engine.reap`; calls that release buffers, such as ``abort``, end with it. Who progresses
+the worker next is said in ``listening.py``.
 
 *Posting delivers nothing.* A task that posts an operation which does not complete at once calls :meth:`Engine.submit`:
 UCX begins it, and what arrives or completes meanwhile stays in the ring. No delivery comes between two steps of a

@@ -14,9 +14,9 @@ disarms it. So whoever progresses the worker while another task listens arms it 
   two tasks would run for each event of theirs. Then the progress task listens if any task is parked.
 * The progress task listens until every task that was parked goes on. Then the worker is ``FREE``.
 * A timer ends ``FREE`` when no task has come back since its last tick: the progress task listens. Meanwhile a peer may
-  wait for something that needs no task here, a control frame or memory: for two ticks at most. They are ``SHORT_TICK``
-  seconds each; or, if the last one was less than ``LONG_TICK`` seconds ago, so many, because tasks come back so often
-  that short ones would cost too much.
+  wait for something that needs no task here, a control frame or memory: for ``SHORT_TICK`` seconds at most. If the
+  last tick was less than ``LONG_TICK`` seconds ago, tasks come back so often that short ticks would cost too much, and
+  the peer may wait for two long ones.
 
 ``tests/listening_model.py`` specifies this, and tries all orders.
 """
@@ -126,6 +126,7 @@ class Listening:
 
     def _start(self) -> None:
         self._ticks = True
+        self._seen = self._returns
         self._timer.start()
 
     def wake_leader(self) -> None:

@@ -517,7 +517,7 @@ class Waiting:
                     return
         except (trio.Cancelled, KeyboardInterrupt) as error:
             listening.stop_leading()
-            listening.serve()
+            listening.serve()  # UCX may have to complete what is cancelled
             if (watch and not pending.is_due[0]) or not await pending.cancel_for_leader(error):
                 raise
         except (OSError, trio.ClosedResourceError):
