@@ -45,7 +45,6 @@ class ChannelState:
         accepted: whether a user has it.
         on_end: called, once each, when the peer has left it, or the connection has ended, unless this side has left it
             before. They run no code of the user's.
-        waits: the tasks that wait for its next message.
     """
 
     number: int
@@ -55,7 +54,6 @@ class ChannelState:
     by_force: bool = False
     accepted: bool = True
     on_end: tuple[Callable[[], None], ...] = ()
-    waits: set[EndedWait] = attrs.Factory(set)
 
     def ended(self) -> None:
         """The peer has left it, or the connection has ended."""
@@ -98,6 +96,7 @@ class OpenChannels:
         channels: by the tag queue that this side reads.
         begun: the conversations that the peer has begun and that nobody has taken, by the same number.
         waiters: the tasks that wait for one.
+        waits: the tasks that wait for the next message of a channel, by its number, if there are some.
     """
 
     def __init__(
@@ -111,6 +110,7 @@ class OpenChannels:
         self.channels: dict[int, ChannelState] = {}
         self.begun: collections.deque[int] = collections.deque()
         self.waiters = Waiters()
+        self.waits: dict[int, list[EndedWait]] = {}
         self._native = native
         self._sending = sending
         self._end_error = end_error
@@ -179,6 +179,12 @@ class OpenChannels:
             self._announced.add(number)
             if not self.waiters.give(number):
                 self.begun.append(number)
+
+    def waits_no_more(self, number: int, wait: EndedWait) -> None:
+        waits = self.waits[number]
+        waits.remove(wait)
+        if not waits:
+            del self.waits[number]
 
     def take_begun(self) -> int | None:
         """Takes the number of a conversation that the peer has begun, if there is one."""
@@ -255,7 +261,7 @@ class OpenChannels:
     def _free_if_over(self, channel: ChannelState) -> None:
         number = channel.number
         if channel.left and channel.peer_left and self.channels.get(number) is channel:
-            for wait in list(channel.waits):  # the number may be another conversation's before their tasks run
+            for wait in self.waits.get(number, [])[:]:  # the number may be another's before their tasks run
                 wait.give_up(trio.ClosedResourceError("this channel was closed"))
             del self.channels[number], self._sending.channel_problem[number]
             if self._native.handle is not None:

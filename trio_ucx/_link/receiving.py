@@ -288,7 +288,7 @@ class Receiving:
         wait = links.waiting[token] = NextMessage(self, number, token)
         self.waiting[wait] = None
         if channel is not None:
-            channel.waits.add(wait)
+            self.conversations.waits.setdefault(number, []).append(wait)
         waited = False
         try:
             while (verdict := _take(token, limit, False, self.number)) == _EMPTY:
@@ -306,7 +306,7 @@ class Receiving:
             raise
         finally:
             if channel is not None:
-                channel.waits.discard(wait)
+                self.conversations.waits_no_more(number, wait)
         if verdict == _BEGIN:  # the same token goes on, with memory for the message
             del self.waiting[wait]
             receive = PendingReceive(self, Want.BYTES, None, limit)
