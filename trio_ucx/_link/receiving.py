@@ -295,7 +295,8 @@ class Receiving:
                 await waiting.wait(wait)
                 waited = True
                 if wait.error is not None:
-                    await trio.lowlevel.checkpoint_if_cancelled()  # a cancellation comes first
+                    if waiting.polled:  # a cancellation comes first
+                        await trio.lowlevel.checkpoint_if_cancelled()
                     raise wait.error
         except BaseException as error:
             wait.leave()
@@ -318,6 +319,7 @@ class Receiving:
             links.settle()
             return cast(bytes, await completed(receive, self.engine))
         self.slept = waited and waiting.slept
+        polled = waiting.polled
         wait.token = None
         del self.waiting[wait], links.waiting[token]
         try:
@@ -331,7 +333,8 @@ class Receiving:
                 links.settle()
             if not waited:
                 await waiting.schedule_point()
-        await trio.lowlevel.checkpoint_if_cancelled()  # a cancellation comes first
+        if polled:  # a cancellation comes first
+            await trio.lowlevel.checkpoint_if_cancelled()
         raise self._end_to_raise(number)
 
     def _end_to_raise(self, number: int) -> Exception:

@@ -349,7 +349,7 @@ class AwaitedEngine(Protocol):
 class Waiting:
     """How the tasks of one worker wait."""
 
-    __slots__ = ("_engine", "_yield_interval", "_yielded", "polling", "slept")
+    __slots__ = ("_engine", "_yield_interval", "_yielded", "polled", "polling", "slept")
 
     def __init__(self, engine: AwaitedEngine, spin: float, yield_interval: float) -> None:
         self._engine = engine
@@ -358,6 +358,8 @@ class Waiting:
         self._yield_interval = yield_interval
         #: Whether the last wait was more than a look.
         self.slept = False
+        #: Whether the last wait ended while its task polled: a cancellation that came meanwhile is not known yet.
+        self.polled = False
         #: When a task last passed a schedule point.
         self._yielded = 0.0
 
@@ -398,6 +400,7 @@ class Waiting:
         engine = self._engine
         listening = engine.listening
         pending.expected = self.slept = True
+        self.polled = False
         try:
             if listening.state is _FREE:
                 if self.polling and lib.tu_poll_begin(engine.handle):
@@ -427,6 +430,7 @@ class Waiting:
             self._yielded = 0.0  # whatever the yield_interval: deadlines and signals wait
         if isinstance(pending, Pending) and pending.has_ended:
             await trio.lowlevel.checkpoint_if_cancelled()  # as a parked task, which gets the cancellation first
+        self.polled = pending.is_due[0]
 
     async def poll_for_sequences(self) -> None:
         """For the progress task: polls once for sequences (``native.h``) that go on while their tasks are parked.
