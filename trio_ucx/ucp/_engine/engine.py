@@ -69,7 +69,6 @@ _Arguments = TypeVarTuple("_Arguments")
 
 _BATCH = 256
 _FIELDS, _TAKEN = lib.TU_RECORD_FIELDS, lib.TU_RECORD_TAKEN
-_look, _progress_and_arm = lib.tu_worker_look, lib.tu_worker_progress_and_arm
 #: How often one call progresses and delivers, at most, before it lets other tasks run.
 _ROUNDS = 8
 #: Seconds after which they end: other tasks wait meanwhile.
@@ -204,7 +203,7 @@ class Engine:
             records, words, armed = self._buffers
             end = perf_counter() + _SLICE
             for _ in range(_ROUNDS):
-                count = _progress_and_arm(self.handle, records, _BATCH, arm, False, armed)
+                count = lib.tu_worker_progress_and_arm(self.handle, records, _BATCH, arm, False, armed)
                 news = self.links.news[0]
                 if news:  # also what the leader has left
                     self.links.settle()
@@ -264,7 +263,7 @@ class Engine:
             self.links.flush()
         records, words, armed = self._buffers
         self.progress_count += 1
-        count = _progress_and_arm(self.handle, records, _BATCH, True, True, armed)
+        count = lib.tu_worker_progress_and_arm(self.handle, records, _BATCH, True, True, armed)
         if count == 0 and not self.failures:
             state: int = armed[0]
             return state
@@ -275,7 +274,7 @@ class Engine:
         """Progresses once, and delivers what has arrived."""
         records, words, _ = self._buffers
         self.progress_count += 1
-        count = _look(self.handle, records, _BATCH)
+        count = lib.tu_worker_look(self.handle, records, _BATCH)
         if count:
             self._arrived(count, words)
 

@@ -65,7 +65,7 @@ def _raise(error: BaseException) -> NoReturn:
 #: What Pending.is_due is before and after it has finished.
 _NOT_DUE, _DUE = (False,), (True,)
 _FREE = State.FREE
-_ARMED, _MORE, _look = lib.TU_ARMED, lib.TU_MORE, lib.tu_worker_look
+_ARMED, _MORE = lib.TU_ARMED, lib.TU_MORE
 
 
 class Waited(Protocol):
@@ -390,7 +390,7 @@ class Waiting:
             return False
         listening.came_back()
         polls = self._yield_interval and self.polling and self._yielded_lately()
-        return self._engine.poll_and_deliver(lib.tu_poll_at_once if polls else _look)
+        return self._engine.poll_and_deliver(lib.tu_poll_at_once if polls else lib.tu_worker_look)
 
     async def wait(self, pending: Waited, *, watch: bool = False) -> Any:
         """Waits for something pending. A schedule point, unless one was passed within the ``yield_interval``.

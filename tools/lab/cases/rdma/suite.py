@@ -19,7 +19,7 @@ FILES = """
     active_messages answering arrays atomics batch blocks byte_stream cancellation chain_regressions chains channels
     closed_memory closed_meanwhile closing credit datatypes forks leader long_messages mapped_memory memory_bounds
     messages notifications peer_death peers_and_transports polling raw_tags receive_queue remote_memory
-    remote_memory_peers request_groups rpc rpc_flow server shared_endpoint shared_memory tag_order tag_queue threads
+    remote_memory_peers request_groups rpc rpc_flow server shared_endpoint shared_memory tag_order threads
     ucp_functions ucp_streams ucx_properties mesh/group mesh/losses mesh/processes mesh/reductions
 """
 
