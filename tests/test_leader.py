@@ -48,8 +48,8 @@ async def open_led(transports: str) -> AsyncIterator[tuple[trio_ucx.Connection, 
     """
     config = {"TLS": transports}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(progress, "SHORT_TICK", 60.0)
-        patch.setattr(progress, "LONG_TICK", 60.0)
+        patch.setattr(progress, "SHORT_TICK", 1.0)
+        patch.setattr(progress, "LONG_TICK", 1.0)
         async with (
             ucp.open_worker(config=config, spin=0) as worker,
             ucp.open_worker(config=config, spin=0) as other,

@@ -231,7 +231,8 @@ async def raw_connections(transports: str, spin: float | None) -> AsyncIterator[
                     await until(lambda: not endpoint.alive)
                 except trio.BrokenResourceError:
                     pass
-                endpoint.abort()
+                finally:
+                    endpoint.abort()
 
             async def operation() -> None:
                 async with await one.open_endpoint(listener.address) as endpoint:

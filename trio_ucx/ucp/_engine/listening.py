@@ -14,9 +14,8 @@ disarms it. So whoever progresses the worker while another task listens arms it 
   two tasks would run for each event of theirs. Then the progress task listens if any task is parked.
 * The progress task listens until every task that was parked goes on. Then the worker is ``FREE``.
 * A timer ends ``FREE`` when no task has come back since its last tick: the progress task listens. Meanwhile a peer may
-  wait for something that needs no task here, a control frame or memory: for ``SHORT_TICK`` seconds at most. If the
-  last tick was less than ``LONG_TICK`` seconds ago, tasks come back so often that short ticks would cost too much, and
-  the peer may wait for two long ones.
+  wait for something that needs no task here, a control frame or memory: for ``SHORT_TICK`` seconds at most. Where tasks
+  come back sooner than two of these, so many ticks would cost too much, and the peer may wait for two long ones.
 
 ``tests/listening_model.py`` specifies this, and tries all orders.
 """

@@ -158,7 +158,7 @@ class SafetyNet:
     def start(self) -> None:
         """Calls :meth:`Listening.ticked` from now on, until that returns False."""
         now = perf_counter()
-        self._tick_after = LONG_TICK if now - self._ticked_at < LONG_TICK else SHORT_TICK
+        self._tick_after = LONG_TICK if now - self._ticked_at < 2 * SHORT_TICK else SHORT_TICK
         self._ticked_at = now
         self._set_timer(self._tick_after)
 
