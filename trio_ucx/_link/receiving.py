@@ -231,7 +231,6 @@ class Receiving:
             return data
         if length != _EMPTY and length != _ENDED:
             self._links.settle()
-            bound = bound or ("max_message_size is" if limit == self.max_message_size else "max_size is")
             raise self.lost_message(length, limit, bound)
         return None
 
@@ -254,12 +253,13 @@ class Receiving:
         ffi.memmove(ffi.from_buffer("char[]", contents), lib.tu_links_taken(self._links.native), length)
         return contents
 
-    def lost_message(self, verdict: int, limit: int, bound: str) -> Exception:
+    def lost_message(self, verdict: int, limit: int, bound: str = "") -> Exception:
         """Returns the error of a receive whose message was dropped.
 
         Args:
-            bound: what the limit is, in words.
+            bound: what the limit is, in words; by default, the user's or the connection's ``max_size``.
         """
+        bound = bound or ("max_message_size is" if limit == self.max_message_size else "max_size is")
         if verdict == _TOO_LONG:
             return self.too_long(lib.tu_links_length(self._links.native), limit, bound)
         error, self._unsaved = self._unsaved, None
@@ -326,8 +326,7 @@ class Receiving:
             if verdict >= 0:
                 return self.taken(verdict)
             if verdict != _ENDED:
-                bound = "max_message_size is" if limit == self.max_message_size else "max_size is"
-                raise self.lost_message(verdict, limit, bound)
+                raise self.lost_message(verdict, limit)
         finally:
             if links.news[0]:
                 links.settle()

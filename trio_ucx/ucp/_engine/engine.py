@@ -204,17 +204,14 @@ class Engine:
             end = perf_counter() + _SLICE
             for _ in range(_ROUNDS):
                 count = lib.tu_worker_progress_and_arm(self.handle, records, _BATCH, arm, False, armed)
-                news = self.links.news[0]
-                if news:  # also what the leader has left
-                    self.links.settle()
                 if count > 0:
                     deliver(self, words[: count * _FIELDS].tolist())
                     if self.failures:
                         continue
                     if perf_counter() > end:
                         break
-                elif news:
-                    continue  # something may have been posted
+                elif self.links.news[0]:
+                    self.links.settle()  # what the leader has left; something may have been posted then
                 elif self.failures:
                     deliver_failures(self)
                 elif count < 0:

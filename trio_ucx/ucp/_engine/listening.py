@@ -112,21 +112,16 @@ class Listening:
         if self.state is State.FREE:
             if self.parked or self._always:
                 self.serve()
-                return
-            self._returns += 1
-            if not self._ticks:
-                self._start()
+            else:
+                self.came_back()
 
     def came_back(self) -> None:
         """A task uses the worker, which is free."""
         self._returns += 1
         if not self._ticks:
-            self._start()
-
-    def _start(self) -> None:
-        self._ticks = True
-        self._seen = self._returns
-        self._timer.start()
+            self._ticks = True
+            self._seen = self._returns
+            self._timer.start()
 
     def wake_leader(self) -> None:
         """The leader has got what it waits for, from somebody else."""
