@@ -10,12 +10,12 @@ Who waits for the descriptor *listens*. UCX announces events there only while th
 disarms it. So:
 
 * Progress on an armed worker must be followed by arming, or by running the progress task. A task that looks or polls
-  does neither: it progresses only while the worker is ``FREE``.
-* A task that finds nothing leads if the worker is ``FREE`` and UCX can be armed. Otherwise it queues a *token*, and
-  parks: whoever listens makes the token *due*, which wakes the task.
+  does neither: it progresses only while the worker is ``FREE``. The progress task may poll, too, before it arms.
+* A task that finds nothing leads if the worker is ``FREE``, UCX can be armed, and few tasks wait. Otherwise it queues a
+  *token*, and parks: whoever listens makes the token *due*, which wakes the task.
 * The leader gets its message, or is cancelled. Then the progress task listens if anybody waits; else the worker is
   ``FREE``. A leader that finds that others have parked parks, too.
-* The progress task goes on while somebody waits whose token is not due; else the worker is ``FREE``.
+* The progress task goes on while somebody waits whose token is not due, or many wait; else the worker is ``FREE``.
 * ``FREE`` ends by the timer: the progress task listens.
 """
 
@@ -40,6 +40,7 @@ class Worker:
         left: how many messages will still arrive for each task.
         starts, polls, cancels, refusals: how many more times a task starts to wait, polls, and is cancelled, and UCX
             refuses to be armed.
+        most: how many tasks may wait before the progress task listens for all.
         gap: the task whose message arrives the next time between the last progress and arming, which is not announced
             (InfiniBand); -1: none.
         pending, queued: what UCX has for each task, and what is in its queue.
@@ -52,6 +53,7 @@ class Worker:
     cancels: int
     refusals: int
     gaps: int
+    most: int = 3
     pending: list[int] = attrs.field(init=False)
     queued: list[int] = attrs.field(init=False)
     gap: int = -1
@@ -72,6 +74,10 @@ class Worker:
     @property
     def free(self) -> bool:
         return self.leader is None and self.progress_task == SUSPENDED
+
+    @property
+    def many(self) -> bool:
+        return sum(doing != IDLE for doing in self.tasks) > self.most
 
     # ---- UCX ----
 
@@ -110,6 +116,8 @@ class Worker:
             self.go_on()
         elif not self.free:
             self.tasks[task] = PARKED
+        elif self.many:
+            self.park(task)
         else:
             self.look_harder(task)
 
@@ -165,8 +173,12 @@ class Worker:
 
     def run_progress_task(self) -> None:
         waited = PARKED in self.tasks
-        armed = self.arm()
-        if waited and PARKED not in self.tasks:
+        polls = waited and self.progress_task == RUNS and self.polls > 0
+        if polls:
+            self.polls -= 1
+            self.progress()
+        armed = not polls and self.arm()
+        if waited and PARKED not in self.tasks and not self.many:
             self.progress_task = SUSPENDED
             self.timer = True
         elif armed:

@@ -46,9 +46,11 @@ class NoTimer:
         return False
 
 
-def library() -> Listening:
+def library(worker: Worker) -> Listening:
     """The library's rules, in the state in which the model's worker begins."""
-    return Listening(None, lambda: None, NoTimer(), always=False)  # type: ignore[arg-type]
+    listening = Listening(None, lambda: None, NoTimer(), always=False)  # type: ignore[arg-type]
+    listening.most = worker.most
+    return listening
 
 
 def follow(listening: Listening, before: Worker, what: str, task: int, after: Worker) -> Listening:
@@ -56,6 +58,8 @@ def follow(listening: Listening, before: Worker, what: str, task: int, after: Wo
     listening = copy.copy(listening)
     listening.parked -= sum(was == PARKED and now == DUE for was, now in zip(before.tasks, after.tasks, strict=True))
     was, now = before.tasks[task], after.tasks[task]
+    if what != "progress":
+        listening.waiting += (was == IDLE) - (now == IDLE)
     if what == "progress":
         if listening.may_be_free(before.tasks.count(PARKED)):
             listening.be_free()
@@ -102,8 +106,11 @@ def explore_all(make: type[Worker]) -> int:
         ([2, 1, 0], 4, 2, 0, 0, 0),
         ([1, 1, 0], 3, 2, 1, 1, 0),
         ([1, 1, 0], 3, 0, 1, 0, 2),
+        ([1, 1, 1], 3, 2, 1, 0, 0, 1),
+        ([1, 1, 1], 4, 1, 1, 1, 0, 2),
     ]
-    return sum(explore(make([IDLE] * 3, *world), library() if make is Worker else None) for world in worlds)
+    workers = [make([IDLE] * 3, *world) for world in worlds]
+    return sum(explore(worker, library(worker) if make is Worker else None) for worker in workers)
 
 
 def test_all_orders() -> None:
@@ -190,7 +197,17 @@ class LeavesTokens(Worker):
                 self.tasks[task] = PARKED
 
 
+class ListensAfterAPoll(Worker):
+    """The progress task waits for the descriptor after it has polled, and has not armed."""
+
+    def run_progress_task(self) -> None:
+        super().run_progress_task()
+        if self.progress_task == RUNS:
+            self.progress_task = LISTENS
+
+
 FAULTS = [
+    ListensAfterAPoll,
     LeavesTokens,
     NobodyAfterTheLeader,
     LooksAlways,

@@ -392,15 +392,20 @@ async def server(stack: AsyncExitStack, common: Common) -> Act:
 
     async def act() -> None:
         common.other.tell("connect", *common.listener.address)
-        answer = None
+        answer = failure = None
         async with trio.open_nursery() as nursery:
 
             async def serve() -> None:
+                nonlocal failure
                 server = await common.listener.accept()
-                with contextlib.suppress(trio.BrokenResourceError):  # the client says how it was for it
+                try:
                     async with server:
                         await server.send(await server.receive())
                         await server.wait_closed()
+                except trio.BrokenResourceError:
+                    pass  # the client says how it was for it
+                except MemoryError as error:
+                    failure = error  # the client's answer is to be heard first
 
             async def hear() -> None:
                 nonlocal answer
@@ -410,6 +415,8 @@ async def server(stack: AsyncExitStack, common: Common) -> Act:
 
             nursery.start_soon(serve)
             nursery.start_soon(hear)
+        if failure is not None:
+            raise failure
         if answer is not None:
             raise OSError(errno.EMFILE, f"the client was told: {answer}")
 

@@ -6,13 +6,16 @@
 
 Who waits for the descriptor *listens*. UCX announces events there only while the worker is *armed*, and any progress
 disarms it. So whoever progresses the worker while another task listens arms it again, or makes the descriptor readable:
-:meth:`Listening.progressed`. Tasks that poll do so only while the worker is ``FREE``.
+:meth:`Listening.progressed`. A task polls only while the worker is ``FREE``, and the progress task before it arms.
 
-* A task that has to wait leads if the worker is ``FREE`` and UCX can be armed. Otherwise it *parks*: who listens wakes
-  it, with what it waits for.
+* A task that has to wait while the worker is ``FREE`` polls, and then leads if UCX can be armed. Otherwise it *parks*:
+  the leader or the progress task wakes it, with what it waits for.
+* Up to three tasks poll in turn, because one that finds its own message need not be woken. More park, and the progress
+  task polls for all of them, because each task that polls makes all others wait for a round of Trio's loop.
 * The leader goes on when it has what it waits for, or is cancelled; and when it finds that others are parked, because
   two tasks would run for each event of theirs. Then the progress task listens if any task is parked.
-* The progress task listens until every task that was parked goes on. Then the worker is ``FREE``.
+* The progress task polls and listens until every task that was parked goes on. Then the worker is ``FREE``, unless more
+  than three tasks wait.
 * A timer ends ``FREE`` when no task has come back since its last tick: the progress task listens. Meanwhile a peer may
   wait for something that needs no task here, a control frame or memory: for ``SHORT_TICK`` seconds at most. Where tasks
   come back sooner than two of these, so many ticks would cost too much, and the peer may wait for two long ones.
@@ -69,18 +72,22 @@ class Listening:
         always: the worker is never ``FREE``: Trio's clock jumps when no task is runnable, and real time may not pass.
 
     Attributes:
+        most: how many tasks may poll in turn.
         leader: what the leader waits for.
+        waiting: how many tasks wait: they poll, lead, are parked, or were woken and have not run since.
         parked: how many tasks are parked whom nobody has woken.
         listens: whether the progress task waits for the descriptor.
     """
 
     def __init__(self, engine: HeardEngine, resume: Callable[[], None], timer: Ticks, *, always: bool) -> None:
+        self.most = 3
         self._engine = engine
         self._resume = resume
         self._timer = timer
         self._always = always
         self.state = State.SERVED
         self.leader: Leads | None = None
+        self.waiting = 0
         self.parked = 0
         self.listens = False
         #: Grows when a task comes back.
@@ -92,6 +99,11 @@ class Listening:
     def heard(self) -> bool:
         """True if a task waits for the descriptor."""
         return self.listens or self.state is State.LED
+
+    @property
+    def are_many(self) -> bool:
+        """True if so many tasks wait that the progress task polls and listens for all of them."""
+        return self.waiting > self.most
 
     # ---- tasks ----
 
@@ -142,7 +154,7 @@ class Listening:
 
     def may_be_free(self, parked: int) -> bool:
         """True if the progress task need not listen. ``parked``: how many tasks were parked before it progressed."""
-        return parked > 0 and self.parked == 0 and self.state is State.SERVED and not self._always
+        return parked > 0 and self.parked == 0 and not self.are_many and self.state is State.SERVED and not self._always
 
     def be_free(self) -> None:
         """All tasks that were parked go on."""

@@ -309,7 +309,9 @@ class ProgressTask:
                 engine.poll_and_deliver(lib.tu_worker_look)
             state = lib.TU_MORE
             if not (readable and listening.may_be_free(parked)):
-                state = engine.progress_and_deliver(arm=True)
+                parked = await engine.waiting.poll_for_parked()
+                if not listening.may_be_free(parked):
+                    state = engine.progress_and_deliver(arm=True)
             readable = False
             if listening.may_be_free(parked):
                 listening.be_free()

@@ -3,12 +3,9 @@
 :class:`Pending` finishes once, and a task may wait for it: an operation, or a :class:`Signal`. :class:`Waiters` are
 tasks that wait for things of one kind. :class:`Waiting` is how the tasks of one worker wait for what UCX will report.
 
-Waking a task takes longer than most answers, so a task that has to wait polls in C first. It polls only while no other
-task waits or has work to do, which two cheap checks find out:
-
-* The worker is ``FREE`` (``listening.py``).
-* The schedule point before the poll was short. Every call owes Trio a schedule point anyway, and other runnable tasks
-  run during it.
+Waking a task takes longer than most answers, so a task that has to wait polls in C first, or the progress task polls
+for all who are parked (``listening.py`` says which). They poll only while no task has work to do: the schedule point
+before the poll was short. Every call owes Trio a schedule point anyway, and other runnable tasks run during it.
 
 C code decides for how long a task polls (``adaptive_poll.c``): the time grows while polling finds something, and
 polling stops while it does not. Each millisecond the poll is interrupted by a schedule point, for Trio's deadlines and
@@ -399,10 +396,11 @@ class Waiting:
         """
         engine = self._engine
         listening = engine.listening
+        listening.waiting += 1
         pending.expected = self.slept = True
         self.polled = False
         try:
-            if listening.state is _FREE:
+            if listening.state is _FREE and not listening.are_many:
                 if self.polling and lib.tu_poll_begin(engine.handle):
                     await self._poll(pending)
                 if listening.state is _FREE and not pending.is_due[0]:
@@ -411,6 +409,7 @@ class Waiting:
                 await self._park(pending, watch)
         finally:
             pending.expected = False
+            listening.waiting -= 1
             listening.go_on()
         return pending.result()
 
@@ -419,18 +418,47 @@ class Waiting:
         listening = engine.listening
         while await self._alone() and listening.state is _FREE:
             listening.came_back()
-            while not pending.is_due[0] and listening.state is _FREE and engine.poll_and_deliver(lib.tu_poll):
-                pass
-            if pending.is_due[0] or listening.state is not _FREE:
-                break
-            if not lib.tu_poll_continues(engine.handle):
+            found = not pending.is_due[0] and engine.poll_and_deliver(lib.tu_poll)
+            if pending.is_due[0] or not (found or lib.tu_poll_continues(engine.handle)):
                 break
             if trio.current_effective_deadline() == -math.inf:
                 break  # cancelled: waiting raises that
-            self._yielded = 0.0  # whatever the yield_interval: deadlines and signals wait
+            self._yielded = 0.0  # whatever the yield_interval: tasks that go on, deadlines and signals wait
         if isinstance(pending, Pending) and pending.has_ended:
             await trio.lowlevel.checkpoint_if_cancelled()  # as a parked task, which gets the cancellation first
         self.polled = pending.is_due[0]
+
+    async def poll_for_parked(self) -> int:
+        """For the progress task: polls for tasks that are parked, as long as that pays.
+
+        Returns:
+            How many tasks were parked before it progressed last.
+        """
+        engine = self._engine
+        listening = engine.listening
+        parked = listening.parked
+        polls = parked > 0 and self.polling and lib.tu_poll_begin(engine.handle)
+        while polls and await self._all_wait() and not listening.may_be_free(parked):
+            parked = listening.parked
+            found = engine.poll_and_deliver(lib.tu_poll)
+            if engine.handle is None or listening.may_be_free(parked):
+                break
+            polls = (lib.tu_poll_begin if found else lib.tu_poll_continues)(engine.handle)
+        return parked
+
+    async def _all_wait(self) -> bool:
+        """Lets tasks run that go on. Returns True if no other seems to have work, and the worker is open."""
+        listening = self._engine.listening
+        allowed = _ALONE
+        for _ in range(2):  # in the first round of Trio's loop they may have run later than this task
+            allowed += _ALONE * (listening.waiting - listening.parked)
+            began = perf_counter()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            if perf_counter() - began > allowed:
+                return False
+            if listening.waiting == listening.parked:
+                break
+        return self._engine.handle is not None
 
     async def poll_for_sequences(self) -> None:
         """For the progress task: polls once for sequences (``native.h``) that go on while their tasks are parked.
