@@ -1042,6 +1042,28 @@ async def test_drained_servers_finish_their_work(worker: ucp.Worker) -> None:
         assert not scope.cancel_called
 
 
+async def test_channels_that_the_peer_does_not_open(worker: ucp.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered of them is bounded at both sides. A client that keeps to the rules is told before its server
+    cuts it off.
+    """
+    monkeypatch.setattr(wire, "MAX_LEFT_ALONE", 10)
+    async with open_pair(worker) as (client, server):
+        for tag in range(10):
+            await client.channel(tag).aclose()
+        with pytest.raises(RuntimeError, match="closed 10 channels over tags"):
+            client.channel(10)
+        await client.ping()
+        for tag in range(5):
+            await server.channel(tag).aclose()
+        await server.ping()
+        for tag in range(5):  # also anew
+            await client.channel(tag).aclose()
+        link_of(client).receiving.conversations._left_alone = 0
+        await client.channel(10).aclose()
+        with trio.fail_after(10), pytest.raises(trio.BrokenResourceError, match="left 10 channels over tags that this"):
+            await server.receive(tag=100)
+
+
 async def test_conversations_that_are_withdrawn_without_end(worker: ucp.Worker) -> None:
     """Each has another number, which nobody does who keeps to the rules: what is remembered of them is bounded."""
     async with open_pair(worker, window=8192) as (client, server):

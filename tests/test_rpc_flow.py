@@ -54,6 +54,11 @@ class Shop(rpc.Service):
         for number in range(to):
             yield number
 
+    @rpc.stream
+    async def items(self, call: rpc.Call) -> AsyncIterator[Any]:
+        async for item in call.items():
+            yield item
+
     @rpc.method
     async def unwilling(self, call: rpc.Call) -> None:
         async with trio.open_nursery() as nursery:
@@ -68,6 +73,25 @@ class Shop(rpc.Service):
         self.runs += 1
         call.connection.abort()
         await trio.sleep_forever()
+
+
+async def test_large_items_both_ways() -> None:
+    """A large item waits until it is read: the client reads while it sends."""
+
+    async def feed(stream: rpc.Stream) -> None:
+        for number in range(20):
+            await stream.send(number, buffers=[bytes(700_000)])
+        await stream.send_eof()
+
+    with trio.fail_after(20):
+        async with (
+            serving(rpc.serving(Shop())) as listener,
+            rpc.connect(listener.address) as client,
+            client.stream("items") as stream,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(feed, stream)
+            assert [(item.value, len(item.buffers[0])) async for item in stream] == [(n, 700_000) for n in range(20)]
 
 
 async def test_error_of_a_handler_that_is_cancelled(caplog: Any) -> None:

@@ -503,7 +503,8 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         Cancellation: of its operations, see :class:`Channel`.
 
         Raises:
-            RuntimeError: this side has closed the last channel with this tag, and the peer has not closed its end yet.
+            RuntimeError: this side has closed the last channel with this tag, or 16,384 channels over tags, and the
+                peer has not closed its end yet.
             trio.ClosedResourceError: this connection was closed.
             trio.BrokenResourceError: this side has closed the last channel with this tag, and the peer is gone.
             TypeError, ValueError: a wrong tag.

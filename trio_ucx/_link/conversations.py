@@ -118,6 +118,10 @@ class OpenChannels:
         self._most_begun = native.window // 256 + 1024  # more than can be unread
         #: Those that were announced, and that nobody has taken or found gone.
         self._announced: set[int] = set()
+        #: The tags whose channel the peer has left, and which this side has never opened.
+        self._unopened: set[int] = set()
+        #: How many channels over tags this side has left, and the peer has not.
+        self._left_alone = 0
         self._free: list[int] = []
         self._next = 0
 
@@ -147,9 +151,16 @@ class OpenChannels:
         """The channel over a user's tag.
 
         Raises:
-            RuntimeError: this side has left the last one, and the peer has not.
+            RuntimeError: this side has left the last one, or very many, and the peer has not.
             trio.BrokenResourceError: the same, and the peer has gone.
         """
+        if self._left_alone >= wire.MAX_LEFT_ALONE:
+            self._sending.check()
+            raise RuntimeError(
+                f"this side has closed {self._left_alone} channels over tags, and the peer has not closed its ends: "
+                "both sides must call channel(), or use open_conversation()"
+            )
+        self._unopened.discard(tag)
         channel = self.channels.get(tag) or self._add(tag)
         if channel.left:
             self._sending.check()
@@ -216,6 +227,7 @@ class OpenChannels:
         channel.left = True
         channel.on_end = ()
         number = channel.number
+        self._left_alone += number <= wire.MAX_TAG and not channel.peer_left
         self._sending.withdraw(number, trio.ClosedResourceError("this channel was closed"))
         self._sending.send_frame(wire.Leave(wire.other_direction(number), by_force), later=True)
         if self._native.handle is not None:
@@ -227,7 +239,7 @@ class OpenChannels:
         """LEAVE arrived.
 
         Raises:
-            wire.ProtocolError: there is no such channel.
+            wire.ProtocolError: there is no such channel; or too many that only the peer has left.
         """
         channel = self.channels.get(number)
         if channel is None:
@@ -237,7 +249,13 @@ class OpenChannels:
                 return
             if number > wire.MAX_TAG:
                 raise wire.ProtocolError(f"the peer left the tag queue {number}, which is no channel")
+            if len(self._unopened) >= wire.MAX_LEFT_ALONE:
+                raise wire.ProtocolError(
+                    f"it has left {len(self._unopened)} channels over tags that this side has not opened"
+                )
             channel = self._add(number)
+            self._unopened.add(number)
+        self._left_alone -= number <= wire.MAX_TAG and channel.left and not channel.peer_left
         channel.peer_left = True
         channel.by_force = by_force
         channel.ended()

@@ -38,6 +38,8 @@ ANSWERS = CONVERSATIONS + 2**28
 PIECES = 2**31 + 2**30
 #: So many conversations that one side has opened may be open at once.
 MAX_CONVERSATIONS = 2**28
+#: So many channels over tags may have been left by one side only.
+MAX_LEFT_ALONE = 2**14
 #: Not on the wire: the tag queue in which this side keeps the numbers of conversations that nobody has accepted.
 UNACCEPTED = CONVERSATIONS - 1
 
