@@ -767,6 +767,18 @@ async def closes_listeners(count: int) -> None:
 
 
 @role
+async def counts_polls(count: int) -> None:
+    """Sends so many messages back, and says how often it polled."""
+    async with ucp.open_worker() as worker, open_listener(worker) as listener:
+        say(listener.address)
+        async with await listener.accept() as connection:
+            for _ in range(count):
+                await connection.send(await connection.receive(tag=1), tag=1)
+            say(worker.statistics().polls)
+            await connection.wait_closed()
+
+
+@role
 async def echo_with_few_descriptors(spare: int, isolate: bool = False) -> None:
     """``echo`` with few free file descriptors."""
     async with ucp.open_worker():

@@ -9,14 +9,20 @@
  *                                     a hit when no misses are left makes the next pause a short one again
  *   no poll, and the wait was         short, or could have been: polls again, up to the bound
  *   no poll, and the wait was         longer: the limit is halved
+ *   a poll finds something, but       others have used the core meanwhile, the peer itself perhaps, which could not
+ *                                     answer before: a pause, too, because nothing would have been lost by sleeping
  */
 
+#define _GNU_SOURCE /* RUSAGE_THREAD */
 #include "native.h"
+
+#include <sys/resource.h>
 
 #define LEAST 2000             /* a limit below this is none */
 #define MARGIN 8
 #define SHORT 4                /* a wait of up to so many bounds may be short once nobody has to be woken */
 #define MISSES 4
+#define CHECKED 4              /* polls that have paid, between two looks at whether others have used their core */
 #define HITS_FOR_A_MISS 3      /* fewer do not make up for a miss: it costs more than a hit saves */
 #define FIRST_PAUSE_NS 128000
 #define MOST_DOUBLINGS 6       /* up to 8 ms: the longest time without a new try */
@@ -32,6 +38,7 @@ void tu_poll_bound(tu_worker_t *worker, uint64_t nanoseconds)
 {
     worker->poll.bound = nanoseconds;
     worker->poll.limit = nanoseconds;
+    worker->poll.interruptions = -1;
 }
 
 /* A task is about to wait. Returns whether it should poll. */
@@ -48,17 +55,53 @@ bool tu_poll_begin(tu_worker_t *worker)
     return poll->limit > 0 && poll->began >= poll->resumes;
 }
 
-/* It found something, or a sequence went on. */
-static void paid(tu_worker_t *worker)
+static void pause_polling(tu_poll_t *poll, uint64_t time)
+{
+    poll->resumes       = time + ((uint64_t)FIRST_PAUSE_NS << poll->doublings);
+    poll->limit         = 0;
+    poll->interruptions = -1;
+    if (poll->doublings < MOST_DOUBLINGS) {
+        poll->doublings++;
+    }
+}
+
+static long count_interruptions(void)
+{
+    struct rusage usage;
+
+    return getrusage(RUSAGE_THREAD, &usage) == 0 ? usage.ru_nivcsw : 0;
+}
+
+/* Returns true if others have used this core since the last look. */
+static bool was_interrupted(tu_poll_t *poll)
+{
+    long before = poll->interruptions;
+
+    if (++poll->unchecked < CHECKED && before >= 0) {
+        return false;
+    }
+    poll->unchecked     = 0;
+    poll->interruptions = count_interruptions();
+    return before >= 0 && poll->interruptions > before;
+}
+
+/* It found something, or a sequence went on. Returns whether it will be worth while again. */
+static bool paid(tu_worker_t *worker, uint64_t time)
 {
     tu_poll_t *poll = &worker->poll;
+    unsigned before = poll->unchecked;
 
     worker->counts.polls_paid++;
+    if (was_interrupted(poll)) {
+        pause_polling(poll, time);
+        return false;
+    }
     if (poll->misses > 0) {
         poll->misses--;
-    } else {
+    } else if (poll->unchecked < before) {
         poll->doublings = 0;
     }
+    return true;
 }
 
 static void missed(tu_poll_t *poll, uint64_t time)
@@ -66,11 +109,7 @@ static void missed(tu_poll_t *poll, uint64_t time)
     poll->misses += HITS_FOR_A_MISS;
     if (poll->misses >= MISSES * HITS_FOR_A_MISS) {
         poll->misses -= HITS_FOR_A_MISS; /* the next miss is one too many again */
-        poll->resumes = time + ((uint64_t)FIRST_PAUSE_NS << poll->doublings);
-        poll->limit   = 0;
-        if (poll->doublings < MOST_DOUBLINGS) {
-            poll->doublings++;
-        }
+        pause_polling(poll, time);
     }
 }
 
@@ -129,7 +168,7 @@ int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max)
     }
     if (worker->used == 0) {
         if (poll->goes_on) {
-            paid(worker);
+            paid(worker, time);
         } else if (!poll->continues) {
             missed(poll, time);
         }
@@ -138,8 +177,9 @@ int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max)
     tu_inbox_complete_last(worker);
     count = tu_ring_take(worker, out, max);
     poll->began = 0;
-    paid(worker);
-    poll->limit = least(poll->bound, (poll->limit * 15 + (time - poll->last + LEAST) * MARGIN) / 16);
+    if (paid(worker, time)) {
+        poll->limit = least(poll->bound, (poll->limit * 15 + (time - poll->last + LEAST) * MARGIN) / 16);
+    }
     return (int)count;
 }
 

@@ -308,6 +308,8 @@ typedef struct tu_poll {
     uint64_t began;            /* when the wait began that the limit is to be adapted to; 0: none */
     unsigned misses;           /* polls that found nothing, less those that hits have made up for */
     uint64_t resumes;          /* when polling is tried again */
+    unsigned unchecked;        /* polls that have paid since the last look at whether the thread was interrupted */
+    long interruptions;        /* how often it was, at that look; -1: not known */
     bool goes_on;              /* a sequence went on in the last poll or progress, and may go on */
     bool continues;            /* the last poll ended before its time, for a schedule point */
     uint64_t last;             /* when the poll began, or a sequence last posted something in it */
