@@ -116,7 +116,6 @@ class SimulatedEngine:
         self.endpoints: dict[int, EndpointCore] = {}
         self.counters: collections.Counter[str] = collections.Counter()
         self.failures: list[tuple[int, int]] = []
-        self.progress_count = 0
         self.figures = threading.RLock()
         self.links = WorkerLinks(self, ffi.NULL, lambda: None)  # type: ignore[arg-type]
         self.waiting = SimpleNamespace(look=lambda: False)
@@ -299,7 +298,6 @@ class SimulatedTransport(MessagePort):
             return False
         peer = self.peer
         engine = peer.engine
-        engine.progress_count += 1
         lib.tu_links_progressed(engine.links.native)
         rows: list[list[int]] = []
         arena = bytearray()

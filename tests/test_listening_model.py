@@ -39,11 +39,11 @@ def check(worker: Worker) -> None:
 class NoTimer:
     """Stands for the timer: the test calls ``ticked``."""
 
-    def start(self) -> None:
-        pass
-
-    def cancel(self) -> bool:
+    def start(self) -> bool:
         return False
+
+    def cancel(self) -> None:
+        pass
 
 
 def library(worker: Worker) -> Listening:

@@ -38,7 +38,7 @@ import os
 import threading
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, NoReturn, TypeVar, TypeVarTuple
+from typing import Any, NoReturn, TypeVar, TypeVarTuple, cast
 
 import trio
 from outcome import Error
@@ -53,7 +53,7 @@ from .dispatch import EngineEndpoint, Receivers, deliver, deliver_failures
 from .endpoints_to_worker import EndpointsByWorker
 from .identity import Identity
 from .links import WorkerLinks
-from .listening import Listening
+from .listening import Leads, Listening
 from .operations import Operation
 from .peer_processes import PeerProcesses
 from .progress import ProgressTask
@@ -68,6 +68,7 @@ _Made = TypeVar("_Made")
 _Arguments = TypeVarTuple("_Arguments")
 
 _BATCH = 256
+_ARMED, _MORE = lib.TU_ARMED, lib.TU_MORE
 _FIELDS, _TAKEN = lib.TU_RECORD_FIELDS, lib.TU_RECORD_TAKEN
 #: How often one call progresses and delivers, at most, before it lets other tasks run.
 _ROUNDS = 8
@@ -126,10 +127,10 @@ class Engine:
         self.in_flight: dict[int, Operation] = {}
         self._last_id = 0
         self.tag_dispatch = TagDispatch(self)
+        #: Whether the safety net looks, because something is awaited.
+        self.watched = False
         self.receivers = Receivers(serves_memory=context._serves_memory)
         self.counters: collections.Counter[str] = collections.Counter()
-        #: How often the worker was progressed.
-        self.progress_count = 0
         records = ffi.new("tu_record_t[]", _BATCH)
         #: What C code writes: the records of one call, the same as words, and whether it has armed the worker.
         self._buffers = records, memoryview(ffi.buffer(records)).cast("Q"), ffi.new("int *")
@@ -196,7 +197,6 @@ class Engine:
         if self._reaping or self.handle is None:
             return lib.TU_MORE
         self._reaping = True
-        self.progress_count += 1
         try:
             if self.links.deferred:
                 self.links.flush()
@@ -230,7 +230,6 @@ class Engine:
         """Calls a function of C, and delivers the records that it brings. Returns True if there were any."""
         if self._reaping or self.handle is None:
             return False
-        self.progress_count += 1
         if self.links.deferred:
             self.links.flush()
         return self._deliver(function(self.handle, self._buffers[0], _BATCH))
@@ -252,25 +251,31 @@ class Engine:
             self.progress_and_deliver(arm=False)
         return count > 0
 
-    # For a task that leads, or is about to: it settles the links' news itself, unless it takes its own message first.
+    # For a task that leads, or is about to.
 
-    def arm(self) -> int:
-        """Progresses, and delivers what has arrived; if nothing has, arms. Returns what progress_and_deliver does."""
-        if self.links.deferred:
-            self.links.flush()
+    def arm(self, leader: Leads) -> bool:
+        """Delivers what is there until that is due; if nothing is, arms. Returns False if that cannot be done."""
+        links = self.links
+        if links.deferred:
+            links.flush()
         records, words, armed = self._buffers
-        self.progress_count += 1
-        count = lib.tu_worker_progress_and_arm(self.handle, records, _BATCH, True, True, armed)
-        if count == 0 and not self.failures:
-            state: int = armed[0]
-            return state
-        self._arrived(count, words)
-        return lib.TU_MORE
+        for _ in range(_ROUNDS):
+            count = lib.tu_worker_progress_and_arm(self.handle, records, _BATCH, True, True, armed)
+            if count == 0 and not self.failures:
+                state = armed[0]
+                if state != _MORE:
+                    return cast(bool, state == _ARMED)
+            else:
+                self._arrived(count, words)
+                if links.news[0] and not leader.is_due[0]:  # others' tokens are due
+                    links.settle()
+                if leader.is_due[0] or self.handle is None:
+                    return False
+        return False
 
     def look(self) -> None:
-        """Progresses once, and delivers what has arrived."""
+        """Progresses once, and delivers what has arrived. (The caller settles the links' news.)"""
         records, words, _ = self._buffers
-        self.progress_count += 1
         count = lib.tu_worker_look(self.handle, records, _BATCH)
         if count:
             self._arrived(count, words)
@@ -280,6 +285,12 @@ class Engine:
             self.tag_dispatch.messages += words[1]
         else:
             self._deliver(count)
+
+    def progress_calls(self) -> int:
+        """How often the worker was progressed."""
+        native = ffi.new("tu_counts_t *")
+        lib.tu_worker_counts(self.handle, native)
+        return cast(int, native.progress_calls)
 
     def events_seen(self) -> int:
         """Grows whenever something arrives or completes."""
@@ -292,7 +303,6 @@ class Engine:
         """
         if self.handle is None or self._reaping:  # then a later round progresses
             return
-        self.progress_count += 1
         heard = self.listening.heard
         armed = lib.tu_worker_submit(self.handle, heard)
         if heard:
@@ -327,7 +337,8 @@ class Engine:
 
     def watch_events(self) -> None:
         """Makes the safety net look, because something is awaited."""
-        self.progress_task.safety_net.watch()
+        if not self.watched:
+            self.progress_task.safety_net.watch()
 
     def awaited(self) -> bool:
         """True if a task or a queue waits for an event of UCX."""

@@ -56,11 +56,11 @@ class HeardEngine(Protocol):
 class Ticks(Protocol):
     """What calls :meth:`Listening.ticked` until that returns False."""
 
-    def start(self) -> None:
-        """Begins."""
+    def start(self) -> bool:
+        """Begins. Returns True if its ticks are short."""
 
-    def cancel(self) -> bool:
-        """Ends it, unless its ticks are long. Returns True if it did."""
+    def cancel(self) -> None:
+        """Ends it."""
 
 
 class Listening:
@@ -94,6 +94,8 @@ class Listening:
         self._returns = 0
         self._seen = 0
         self._ticks = False
+        #: Whether the next tick is a short one: a leader cancels it, which would take too long at each message.
+        self._short = False
 
     @property
     def heard(self) -> bool:
@@ -111,8 +113,9 @@ class Listening:
         """The worker is armed, and a task waits for its descriptor from now on."""
         self.leader = leader
         self.state = State.LED
-        if self._ticks and self._timer.cancel():
-            self._ticks = False
+        if self._short:
+            self._ticks = self._short = False
+            self._timer.cancel()
 
     def stop_leading(self) -> None:
         self.leader = None
@@ -133,7 +136,7 @@ class Listening:
         if not self._ticks:
             self._ticks = True
             self._seen = self._returns
-            self._timer.start()
+            self._short = self._timer.start()
 
     def wake_leader(self) -> None:
         """The leader has got what it waits for, from somebody else."""
@@ -163,7 +166,7 @@ class Listening:
 
     def ticked(self) -> bool:
         """Returns True if tasks have come back since the last call. Otherwise the worker is free no longer."""
-        self._ticks = self._seen != self._returns
+        self._ticks, self._short = self._seen != self._returns, False
         self._seen = self._returns
         if not self._ticks:
             self.serve()

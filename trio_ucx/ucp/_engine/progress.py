@@ -50,8 +50,7 @@ INTERRUPTED = 0.0002
 class ProgressingEngine(AwaitedEngine, HostedEngine, Protocol):
     """The part of the engine that this module uses."""
 
-    #: How often the worker was progressed.
-    progress_count: int
+    watched: bool
     links: WorkerLinks
     endpoints_by_worker: EndpointsByWorker
     key_gate: KeyGate
@@ -64,6 +63,9 @@ class ProgressingEngine(AwaitedEngine, HostedEngine, Protocol):
 
     def awaited(self) -> bool:
         """True if a task or a queue waits for an event of UCX."""
+
+    def progress_calls(self) -> int:
+        """How often the worker was progressed."""
 
     def events_seen(self) -> int:
         """Grows whenever something arrives or completes."""
@@ -150,25 +152,24 @@ class SafetyNet:
 
     def watch(self) -> None:
         """Begins to look, because something is awaited."""
+        self._engine.watched = True
         if not self._look_at:
             self._look_at = perf_counter() + INTERVAL
             if not self._tick_after:
                 self._set_timer(INTERVAL)
 
-    def start(self) -> None:
-        """Calls :meth:`Listening.ticked` from now on, until that returns False."""
+    def start(self) -> bool:
+        """Calls :meth:`Listening.ticked` from now on, until that returns False. Returns True if the ticks are short."""
         now = perf_counter()
         self._tick_after = LONG_TICK if now - self._ticked_at < 2 * SHORT_TICK else SHORT_TICK
         self._ticked_at = now
         self._set_timer(self._tick_after)
+        return self._tick_after == SHORT_TICK
 
-    def cancel(self) -> bool:
-        """Ends the ticks, unless they are long. Returns True if it did."""
-        if self._tick_after == LONG_TICK:
-            return False
+    def cancel(self) -> None:
+        """Ends the ticks."""
         self._tick_after = 0.0
         self._set_timer(max(self._look_at - perf_counter(), 0.001) if self._look_at else INTERVAL)
-        return True
 
     def _set_timer(self, seconds: float) -> None:
         if self._engine.handle is not None:  # else the descriptor is closed, and may be another's
@@ -185,7 +186,8 @@ class SafetyNet:
                 self._tick_after = LONG_TICK if engine.listening.ticked() else 0.0
             left = self._look_at - perf_counter()
             if self._look_at and left <= 0:
-                self._look_at = perf_counter() + INTERVAL if engine.awaited() else 0.0
+                engine.watched = engine.awaited()
+                self._look_at = perf_counter() + INTERVAL if engine.watched else 0.0
                 left = INTERVAL
                 count = self._look(count)
             if self._tick_after or self._look_at:
@@ -200,14 +202,14 @@ class SafetyNet:
             engine.guard(engine.tag_dispatch.discard_again)
         # Only a worker that was quiet all the time since the last look can have missed something: in a busy one, what
         # is found now may have come just now.
-        if self._look_at and engine.listening.heard and count == engine.progress_count:
+        if self._look_at and engine.listening.heard and count == engine.progress_calls():
             began = _waited()
             before = engine.events_seen()
             engine.poll_and_deliver(partial(lib.tu_worker_look_unsignalled, engine.efd))
             if before != engine.events_seen() and _waited() - began < INTERRUPTED:
                 engine.counters["missed_events"] += 1
             engine.reap()
-        return engine.progress_count
+        return engine.progress_calls() if engine.handle is not None else count
 
     def close(self) -> None:
         os.close(self.timer)

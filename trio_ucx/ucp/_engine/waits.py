@@ -31,7 +31,7 @@ from outcome import Error, Outcome, Value
 from ..._native import lib
 from ..._util.arguments import check_timeout
 from ..._util.contained import report
-from .listening import Listening, State
+from .listening import Leads, Listening, State
 
 RaiseCancel = Callable[[], Any]
 
@@ -45,8 +45,6 @@ _ALONE = 25e-6
 #: machine: another one is measured, up to so many in all.
 _SURELY_OTHERS = 100e-6
 _MEASURED = 3
-#: How often a task that is about to lead delivers what is there, before it leaves that to the progress task.
-_DELIVERIES = 8
 #: They say that something has ended, and are raised again by the next call: a cancellation may come before them. Any
 #: other error is the outcome of one operation, which may have used up a message, and is raised once.
 _ENDED = (trio.ClosedResourceError, trio.BrokenResourceError, trio.EndOfChannel)
@@ -62,7 +60,6 @@ def _raise(error: BaseException) -> NoReturn:
 #: What Pending.is_due is before and after it has finished.
 _NOT_DUE, _DUE = (False,), (True,)
 _FREE = State.FREE
-_ARMED, _MORE = lib.TU_ARMED, lib.TU_MORE
 
 
 class Waited(Protocol):
@@ -329,9 +326,11 @@ class AwaitedEngine(Protocol):
     listening: Listening
     broken: BaseException | None
     counters: collections.Counter[str]
+    #: Whether the safety net looks.
+    watched: bool
 
-    def arm(self) -> int:
-        """Progresses, and delivers what has arrived. If nothing has, arms the worker: ``TU_ARMED``, or why not."""
+    def arm(self, leader: Leads) -> bool:
+        """Delivers what is there until that is due; if nothing is, arms. Returns False if that cannot be done."""
 
     def look(self) -> None:
         """Progresses once, and delivers what has arrived."""
@@ -500,20 +499,6 @@ class Waiting:
             if self._yield_interval:
                 self._yielded = perf_counter()
 
-    def _arm(self, pending: Waited) -> bool:
-        """Delivers what is there, and arms the worker. Returns False if that cannot be done, or need not be."""
-        engine = self._engine
-        links = engine.links
-        for _ in range(_DELIVERIES):
-            state = engine.arm()
-            if state != _MORE:
-                return state == _ARMED
-            if links.news[0] and not pending.is_due[0]:  # others' tokens are due
-                links.settle()
-            if pending.is_due[0]:
-                return False
-        return False
-
     async def _lead(self, pending: Waited, watch: bool) -> None:
         """Waits for the descriptor, for which this task arms the worker.
 
@@ -521,12 +506,13 @@ class Waiting:
         """
         engine = self._engine
         listening = engine.listening
-        if not self._arm(pending) or listening.state is not _FREE:
+        if not engine.arm(pending) or listening.state is not _FREE:
             if pending.is_due[0]:
                 self.slept = False
                 await self.schedule_point()
             return
-        engine.watch_events()
+        if not engine.watched:
+            engine.watch_events()
         pending.since = perf_counter()
         task = trio.lowlevel.current_task()
         listening.lead(pending)
@@ -545,7 +531,7 @@ class Waiting:
                     return
                 if engine.links.news[0]:
                     engine.links.settle()
-                if pending.is_due[0] or listening.parked or not self._arm(pending):
+                if pending.is_due[0] or listening.parked or not engine.arm(pending):
                     return
         except (trio.Cancelled, KeyboardInterrupt) as error:
             listening.stop_leading()
