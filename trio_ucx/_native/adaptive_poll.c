@@ -11,6 +11,7 @@
  *   no poll, and the wait was         longer: the limit is halved
  *   a poll finds something, but       others have used the core meanwhile, the peer itself perhaps, which could not
  *                                     answer before: a pause, too, because nothing would have been lost by sleeping
+ *   other tasks have work             a pause
  */
 
 #define _GNU_SOURCE /* RUSAGE_THREAD */
@@ -215,6 +216,12 @@ bool tu_poll_goes_on(const tu_worker_t *worker)
 bool tu_poll_continues(const tu_worker_t *worker)
 {
     return worker->poll.continues || tu_poll_goes_on(worker);
+}
+
+/* The thread has other work, so that nobody could poll: pauses. Each try would cost the waiting task a schedule point. */
+void tu_poll_pause(tu_worker_t *worker)
+{
+    pause_polling(&worker->poll, tu_now());
 }
 
 /* tu_poll_begin and tu_poll, for a task that has nothing to do between the two. */

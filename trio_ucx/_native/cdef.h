@@ -275,6 +275,7 @@ bool tu_poll_begin(tu_worker_t *worker);
 int tu_poll(tu_worker_t *worker, tu_record_t *out, size_t max);
 bool tu_poll_goes_on(const tu_worker_t *worker);
 bool tu_poll_continues(const tu_worker_t *worker);
+void tu_poll_pause(tu_worker_t *worker);
 int tu_poll_at_once(tu_worker_t *worker, tu_record_t *out, size_t max);
 
 /* operation.c */

@@ -287,7 +287,7 @@ class Engine:
             self._deliver(count)
 
     def progress_calls(self) -> int:
-        """How often the worker was progressed."""
+        """Returns how often the worker was progressed."""
         native = ffi.new("tu_counts_t *")
         lib.tu_worker_counts(self.handle, native)
         return cast(int, native.progress_calls)

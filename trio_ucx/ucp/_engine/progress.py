@@ -65,7 +65,7 @@ class ProgressingEngine(AwaitedEngine, HostedEngine, Protocol):
         """True if a task or a queue waits for an event of UCX."""
 
     def progress_calls(self) -> int:
-        """How often the worker was progressed."""
+        """Returns how often the worker was progressed."""
 
     def events_seen(self) -> int:
         """Grows whenever something arrives or completes."""

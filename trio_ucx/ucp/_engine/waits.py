@@ -453,11 +453,10 @@ class Waiting:
             allowed += _ALONE * (listening.waiting - listening.parked)
             began = perf_counter()
             await trio.lowlevel.cancel_shielded_checkpoint()
-            if perf_counter() - began > allowed:
-                return False
-            if listening.waiting == listening.parked:
+            took = perf_counter() - began
+            if took > allowed or listening.waiting == listening.parked:
                 break
-        return self._engine.handle is not None
+        return took <= allowed and self._engine.handle is not None
 
     async def poll_for_sequences(self) -> None:
         """For the progress task: polls once for sequences (``native.h``) that go on while their tasks are parked.
@@ -479,6 +478,11 @@ class Waiting:
             took = self._yielded - began
             if took < _ALONE or took > _SURELY_OTHERS:
                 break
+        engine = self._engine
+        if (
+            took >= _ALONE and engine.handle is not None and engine.listening.waiting == 1
+        ):  # else others may have polled
+            lib.tu_poll_pause(engine.handle)
         return took < _ALONE
 
     async def _park(self, pending: Waited, watch: bool) -> None:
