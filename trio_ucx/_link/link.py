@@ -27,7 +27,7 @@ from .closing import Closing
 from .immutable import immutable
 from .message_port import MessagePort
 from .native import NativeLink
-from .receiving import ExactTarget, ReceiveTarget, Receiving, Want
+from .receiving import BUFFER, ExactTarget, ReceiveTarget, Receiving, Want
 from .sending import Sending
 
 
@@ -209,15 +209,18 @@ class Link:
         receiving = self.receiving
         receive = receiving.prepare(buffer)
         try:
-            data = receiving.take_ready(number, receive.limit, "the buffer has")
+            data = receiving.take_ready(number, receive.limit, receive.bound)
+            got = await receiving.next(number, receive.limit, receive, bound=receive.bound) if data is None else data
         except BaseException:
-            receive.release()
+            if not receive.begun:
+                receive.release()
             raise
-        if data is None:
-            return cast(int, await completed(receiving.wait(number, receive), self.engine))
-        receive.accept(data)
-        await self.engine.waiting.schedule_point()
-        return len(data)
+        if isinstance(got, int):
+            return got
+        receive.accept(got)
+        if data is not None:
+            await self.engine.waiting.schedule_point()
+        return len(got)
 
     async def wait_message(self, number: int) -> int:
         """Waits for a message, which stays, and returns its length; a schedule point."""
@@ -230,12 +233,8 @@ class Link:
     async def _receive_copied(self, number: int, buffer: bytearray | memoryview) -> int:
         """Receives into a short buffer."""
         with memoryview(buffer) as view:  # so that it keeps its size
-            small = self.receiving.take_ready(number, len(buffer), "the buffer has")
-            if small is None:
-                receive = self.receiving.receive(number, Want.COPY, len(buffer))
-                data = cast(bytes, await completed(receive, self.engine))
-            else:
-                data = small
+            small = self.receiving.take_ready(number, len(buffer), BUFFER)
+            data = await self.receiving.next(number, len(buffer), bound=BUFFER) if small is None else small
             view[: len(data)] = data
         if small is not None:
             await self.engine.waiting.schedule_point()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 from time import perf_counter
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, overload
 
 import trio
 from outcome import Error, Value
@@ -50,13 +50,14 @@ _BEGIN, _SAVE = lib.TU_LINK_BEGIN, lib.TU_LINK_SAVE
 _OUT = lib.TU_LINK_OUT
 _wait, _take = lib.tu_link_wait, lib.tu_link_take
 _OVER = (True,)
+#: What the limit of a receive is, in words.
+BUFFER = "the buffer has"
 
 
 class Want(Enum):
     """What a receive wants of its message."""
 
     BYTES = auto()
-    COPY = auto()  # bytes, to be copied to a small buffer of the user's, whose size is the limit
     INTO = auto()
     LENGTH = auto()  # wait_message: does not take the message
     SUITABLE = auto()  # into a buffer, if the receive wants it: else the message stays
@@ -259,20 +260,33 @@ class Receiving:
         Args:
             bound: what the limit is, in words; by default, the user's or the connection's ``max_size``.
         """
-        bound = bound or ("max_message_size is" if limit == self.max_message_size else "max_size is")
         if verdict == _TOO_LONG:
             return self.too_long(lib.tu_links_length(self._links.native), limit, bound)
         error, self._unsaved = self._unsaved, None
         return error or about(self.ending.origin, MemoryError("there is no memory for a message: it was dropped"))
 
-    def too_long(self, length: int, limit: int, bound: str) -> MessageTooLong:
+    def too_long(self, length: int, limit: int, bound: str = "") -> MessageTooLong:
+        bound = bound or ("max_message_size is" if limit == self.max_message_size else "max_size is")
         text = f"a message of {length} bytes is too long, {bound} {limit}; it was dropped"
         return about(self.ending.origin, MessageTooLong(length, limit, text))
 
     # ---- receives ----
 
-    async def next(self, number: int, limit: int) -> bytes:
+    @overload
+    async def next(self, number: int, limit: int, *, bound: str = "") -> bytes: ...
+    @overload
+    async def next(self, number: int, limit: int, large: PendingReceive, *, bound: str = "") -> bytes | int: ...
+    async def next(
+        self, number: int, limit: int, large: PendingReceive | None = None, *, bound: str = ""
+    ) -> bytes | int:
         """Waits for the next message of a tag queue, of at most ``limit`` bytes, and takes it.
+
+        Args:
+            large: receives the message if UCX has it still. If it does not come to that, it stays the caller's.
+            bound: as for :meth:`take_ready`.
+
+        Returns:
+            The message, or its length if ``large`` has received it.
 
         Raises: as :meth:`Connection.receive`.
         """
@@ -310,14 +324,14 @@ class Receiving:
                 self.conversations.waits_no_more(number, wait)
         if verdict == _BEGIN:  # the same token goes on, with memory for the message
             del self.waiting[wait]
-            receive = PendingReceive(self, Want.BYTES, None, limit)
+            receive = PendingReceive(self, Want.BYTES, None, limit, bound) if large is None else large
             receive.begin(number, token)
             try:
                 receive.due()
             except BaseException as error:
                 receive.internal_error(error)
             links.settle()
-            return cast(bytes, await completed(receive, self.engine))
+            return cast("bytes | int", await completed(receive, self.engine))
         self.slept = waited and waiting.slept
         polled = waiting.polled
         wait.token = None
@@ -326,7 +340,7 @@ class Receiving:
             if verdict >= 0:
                 return self.taken(verdict)
             if verdict != _ENDED:
-                raise self.lost_message(verdict, limit)
+                raise self.lost_message(verdict, limit, bound)
         finally:
             if links.news[0]:
                 links.settle()
@@ -353,7 +367,7 @@ class Receiving:
         """
         # Small messages are in memory of ours first, so it must be possible to copy them to the buffer.
         pins = pin(self.engine, buffer, writable=True, copies=True)
-        return PendingReceive(self, Want.INTO, pins, pins.size)
+        return PendingReceive(self, Want.INTO, pins, pins.size, BUFFER)
 
     def receive_suitable(self, number: int, target: ReceiveTarget) -> PendingReceive:
         """Queues a receive that takes the message only if the target wants it; else the message stays."""
@@ -791,6 +805,9 @@ class PendingReceive(Pending):
     """A receive that waits for its message. Owns the user's buffer, if it has one, and releases it at its end.
 
     If it is cancelled while UCX writes to the buffer, it keeps the buffer until UCX is done.
+
+    Args:
+        bound: what the limit is, in words; by default, the user's or the connection's ``max_size``.
     """
 
     __slots__ = (
@@ -801,6 +818,8 @@ class PendingReceive(Pending):
         "_moving",
         "_receiving",
         "_token",
+        "begun",
+        "bound",
         "limit",
         "number",
         "pins",
@@ -809,8 +828,11 @@ class PendingReceive(Pending):
 
     number: int
 
-    def __init__(self, receiving: Receiving, want: Want, pins: Pinned | None, limit: int) -> None:
+    def __init__(self, receiving: Receiving, want: Want, pins: Pinned | None, limit: int, bound: str = "") -> None:
         super().__init__()
+        self.bound = bound
+        #: Whether it has waited for its message, or does.
+        self.begun = False
         self._receiving = receiving
         self.want = want
         self.pins = pins
@@ -827,13 +849,14 @@ class PendingReceive(Pending):
 
     def begin(self, number: int, token: Any) -> None:
         """It waits with this token."""
+        self.begun = True
         self.number = number
         self._token = token
         self._receiving.waiting[self] = None
         self._receiving.engine.links.waiting[token] = self
 
     def accept(self, contents: bytes) -> None:
-        """Takes a message that is there, without having waited.
+        """Takes a message that was in memory of ours.
 
         Raises:
             RuntimeError: the device of the buffer failed.
@@ -881,7 +904,7 @@ class PendingReceive(Pending):
             return True
         try:
             if length > self.limit and number != wire.STREAM:
-                raise self._too_long(length)
+                raise receiving.too_long(length, self.limit, self.bound)
             self._choose_buffer(length)
             assert self._buffer is not None
             verdict = receiving.port.receive(lib.tu_links_handle(links), self._buffer)
@@ -973,7 +996,7 @@ class PendingReceive(Pending):
         verdict = lib.tu_link_take(self._token, self.limit, False, receiving.number)
         self._over()
         if verdict < 0:
-            self._fail(receiving.lost_message(verdict, self.limit, self._bound()))
+            self._fail(receiving.lost_message(verdict, self.limit, self.bound))
         else:
             self._succeed(length)
 
@@ -988,7 +1011,7 @@ class PendingReceive(Pending):
             if verdict == _ENDED:
                 raise receiving.end_error(self.number)
             if verdict < 0:
-                raise receiving.lost_message(verdict, self.limit, self._bound())
+                raise receiving.lost_message(verdict, self.limit, self.bound)
             if self.want is not Want.INTO:
                 self._succeed(self._contents(verdict))
                 return
@@ -1038,17 +1061,6 @@ class PendingReceive(Pending):
                 self.release()
         finally:
             self.finish(Error(error))
-
-    def _bound(self) -> str:
-        """Returns what the limit is, in words."""
-        if self.want in (Want.INTO, Want.COPY):
-            return "the buffer has"
-        if self.limit == self._receiving.max_message_size:
-            return "max_message_size is"
-        return "max_size is" if self.want is Want.BYTES else "the buffer has"
-
-    def _too_long(self, length: int) -> MessageTooLong:
-        return self._receiving.too_long(length, self.limit, self._bound())
 
     def release(self) -> None:
         """Releases the buffers."""
@@ -1124,7 +1136,8 @@ class SuitableReceive(PendingReceive):
 
     def __init__(self, receiving: Receiving, target: ReceiveTarget) -> None:
         size = 0 if target.pins is None else target.pins.size
-        super().__init__(receiving, Want.SUITABLE, target.pins, max(size, receiving.max_message_size))
+        most = receiving.max_message_size
+        super().__init__(receiving, Want.SUITABLE, target.pins, max(size, most), BUFFER if size > most else "")
         self._target = target
 
     def fits(self, length: int) -> bool:
