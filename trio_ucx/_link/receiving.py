@@ -312,6 +312,8 @@ class Receiving:
                     if waiting.polled:  # a cancellation comes first
                         await trio.lowlevel.checkpoint_if_cancelled()
                     raise wait.error
+            if verdict != _BEGIN:
+                wait.token = None  # C code has forgotten it
         except BaseException as error:
             wait.leave()
             links.settle()
@@ -334,7 +336,6 @@ class Receiving:
             return cast("bytes | int", await completed(receive, self.engine))
         self.slept = waited and waiting.slept
         polled = waiting.polled
-        wait.token = None
         del self.waiting[wait], links.waiting[token]
         try:
             if verdict >= 0:
@@ -885,13 +886,13 @@ class PendingReceive(Pending):
                 self._save(self._item)
             elif verdict >= 0 and looks:
                 self._look(verdict)
-            elif verdict >= 0 and self._item is None and self.pins is None:  # the usual case
-                del receiving.waiting[self], receiving.engine.links.waiting[self._token]
-                self._token = None
-                self.finish(Value(receiving.taken(verdict)))
             else:
-                self._over()
-                self._conclude(verdict)
+                token, self._token = self._token, None
+                self._over(token)
+                if verdict >= 0 and self._item is None and self.pins is None:  # the usual case
+                    self.finish(Value(receiving.taken(verdict)))
+                else:
+                    self._conclude(verdict)
 
     def _transfer(self) -> bool:
         """Begins the transfer of its message. Returns False if that goes on."""
@@ -911,8 +912,7 @@ class PendingReceive(Pending):
             if verdict == Status.NO_MEMORY:  # nothing has happened
                 raise MemoryError
         except MessageTooLong as error:
-            lib.tu_link_drop(self._token, number)
-            self._over()
+            self._drop(number)
             self._fail(error)
             return True
         except MemoryError:
@@ -920,8 +920,7 @@ class PendingReceive(Pending):
             if stays:
                 self._leave()
             else:
-                lib.tu_link_drop(self._token, number)
-                self._over()
+                self._drop(number)
             fate = "it can be read again" if stays else "it was dropped"
             self._fail(MemoryError(f"there is no memory for a message of {length} bytes: {fate}"))
             return True
@@ -931,6 +930,12 @@ class PendingReceive(Pending):
         except RuntimeError as error:  # UCX writes to the buffer, which is kept until it has done that
             self.give_up(error)
         return not self._moving
+
+    def _drop(self, number: int) -> None:
+        """Drops its message, which does not suit it."""
+        token, self._token = self._token, None
+        lib.tu_link_drop(token, number)
+        self._over(token)
 
     def _choose_buffer(self, length: int) -> None:
         # A peer that dies may have written only part of a message that UCX has. A receive that waited for the rest
@@ -993,8 +998,9 @@ class PendingReceive(Pending):
             self._leave()
             self._fail(error)
             return
-        verdict = lib.tu_link_take(self._token, self.limit, False, receiving.number)
-        self._over()
+        token, self._token = self._token, None
+        verdict = lib.tu_link_take(token, self.limit, False, receiving.number)
+        self._over(token)
         if verdict < 0:
             self._fail(receiving.lost_message(verdict, self.limit, self.bound))
         else:
@@ -1024,9 +1030,8 @@ class PendingReceive(Pending):
 
     # ---- its end ----
 
-    def _over(self) -> None:
-        """C code has forgotten its token."""
-        token, self._token = self._token, None
+    def _over(self, token: Any) -> None:
+        """C code has forgotten, or will, what was its token."""
         self._receiving.waiting.pop(self, None)
         self._receiving.engine.links.waiting.pop(token, None)
 
@@ -1038,7 +1043,8 @@ class PendingReceive(Pending):
         item = lib.tu_token_holds(token)
         if item:
             self._save(item)
-        self._over()
+        self._token = None
+        self._over(token)
         lib.tu_link_leave(token)
         if not self._moving:
             self.release()
