@@ -479,9 +479,8 @@ class Waiting:
             if took < _ALONE or took > _SURELY_OTHERS:
                 break
         engine = self._engine
-        if (
-            took >= _ALONE and engine.handle is not None and engine.listening.waiting == 1
-        ):  # else others may have polled
+        # While others wait, they may have polled in that time.
+        if took >= _ALONE and engine.listening.waiting == 1 and engine.handle is not None:
             lib.tu_poll_pause(engine.handle)
         return took < _ALONE
 
