@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -233,17 +232,19 @@ async def test_a_poll_finds_what_has_arrived(transports: str) -> None:
         async with open_pair(worker) as (client, server):
             await client.send(b"x", tag=1)
             assert await server.receive(tag=1) == b"x"
-            await trio.lowlevel.checkpoint()
-            before, interruptions = worker.statistics(), resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
-            with ticks() as loop:
-                for number in range(100):
-                    data = pattern(8, number)
-                    client.send_nowait(data, tag=1)
-                    assert await server.receive(tag=1) == data
-            after = worker.statistics()
-            found = after.polls_paid - before.polls_paid + loop.count
-            if resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw == interruptions:  # else polling has paused
-                assert found >= 90, "neither polls nor rounds brought messages"
+            for _ in range(20):  # polling pauses when another process has used the core
+                await trio.sleep(0.01)
+                before = worker.statistics()
+                with ticks() as loop:
+                    for number in range(100):
+                        data = pattern(8, number)
+                        client.send_nowait(data, tag=1)
+                        assert await server.receive(tag=1) == data
+                after = worker.statistics()
+                found = after.polls_paid - before.polls_paid + loop.count
+                if found >= 90:
+                    break
+            assert found >= 90, "neither polls nor rounds brought messages"
             assert after.polls_paid > before.polls_paid
             assert after.poll_seconds > before.poll_seconds
             assert after.poll_limit <= 100e-6
