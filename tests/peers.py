@@ -491,6 +491,23 @@ async def transferring_peer(way: str, said: dict[str, Any], kind: str, start: in
 
 
 @role
+async def gets_everything(way: str, said: dict[str, Any], nbytes: int) -> None:
+    """Gets all of an owner's memory, over and over, with three tasks, until killed."""
+
+    async def get(memory: ucp.RemoteMemory) -> None:
+        data = bytearray(nbytes)
+        while True:
+            await memory.get_into(data)
+            say("got")
+
+    async with ucp.open_worker(features=REMOTE) as worker, open_to_peer(way, worker, said) as endpoint:
+        memory = endpoint.attach(bytes.fromhex(said["descriptor"]))
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(get, memory)
+
+
+@role
 async def chain_locking(worker_address: str, descriptor: str, me: int, sections: int, runs: int) -> None:
     """After the test's line, adds 1 at offset 8 ``sections * runs`` times, each time holding the lock at offset 0. Each
     holder writes its number at offset 16. Reports how often the lock was found taken.
