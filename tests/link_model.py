@@ -43,6 +43,7 @@ AHEAD = 8
 MOST_READ = 65536
 #: The most tag queues whose next message one side may have admitted.
 MOST_ADMISSIONS = 1 << 16
+BYTES_AHEAD = 1 << 24
 
 
 def cost(length: int, threshold: int) -> int:
@@ -168,6 +169,7 @@ class Side:
     threshold: int = 0
     peer_threshold: int = 0
     most_admissions: int = MOST_ADMISSIONS
+    bytes_ahead: int = BYTES_AHEAD
     frames: collections.deque[Frame] = attrs.Factory(collections.deque)
     due: collections.deque[int] = attrs.Factory(collections.deque)
     queues: dict[int, Queue] = attrs.Factory(dict)
@@ -360,7 +362,7 @@ class Side:
                 data = self._take(queue, place, limit)
                 self.leave(token)
                 return queue.number, data
-            if place < len(queue.messages) and queue.messages[place].state is State.HELD:
+            if place < len(queue.messages) and self.may_begin(queue, place):
                 too_long = len(queue.messages[place].data) > limit and queue.number != wire.STREAM
                 if not too_long or self.settled(queue, place):  # that it is too long is an answer, and has its turn
                     return queue.number, Answer.BEGIN
@@ -394,11 +396,22 @@ class Side:
         return next(queue for queue in self.waits[token] if self.holding[token] in queue.messages)
 
     def fetch(self, item: Item, number: int) -> bool:
-        """A transfer to memory of ours begins if the message is the last of its queue, and held."""
-        fetched = self.queue(number).messages[-1:] == [item] and item.state is State.HELD
+        """A transfer to memory of ours begins if no receive waits for the message, the last of its queue, and it is held."""
+        queue = self.queue(number)
+        is_left = len(queue.messages) > len(queue.receives)
+        fetched = queue.messages[-1:] == [item] and is_left and item.state is State.HELD
         if fetched:
             item.state, item.fetched = State.MOVING, True
         return fetched
+
+    def fetch_first(self, number: int) -> Item | None:
+        """The same with the first message for which no receive waits, if UCX has all of it. Returns it."""
+        queue = self.queue(number)
+        item = next(iter(queue.messages[len(queue.receives) :]), None)
+        if item is None or item.state is not State.HELD or (item.with_sender and self.peer_threshold):
+            return None
+        item.state, item.fetched = State.MOVING, True
+        return item
 
     def begin(self, token: int, number: int) -> None:
         """The task of a token begins the transfer of its message."""
@@ -508,13 +521,17 @@ class Side:
         )
         return there and self.settled(queue, place)
 
+    def may_begin(self, queue: Queue, place: int) -> bool:
+        """True if UCX has the message of this place, and its transfer may begin: few go on before it, or may begin."""
+        ahead = [item for item in queue.messages[:place] if item.state is not State.READY]
+        moved = sum(len(item.data) for item in ahead if item.state is not State.ARRIVED)
+        return queue.messages[place].state is State.HELD and len(ahead) < AHEAD and moved < self.bytes_ahead
+
     def _serve(self, queue: Queue) -> None:
         """Wakes those who may go on."""
-        ahead = 0  # transfers that go on, or may begin
         for place, token in enumerate(queue.receives):
             held = self.holding.get(token)
             item = queue.messages[place] if place < len(queue.messages) else None
-            ahead += item is not None and item.state is not State.READY
             if held is not None and held not in queue.messages:
                 continue  # a message of another queue
             if held is not None and held is not item:
@@ -522,7 +539,7 @@ class Side:
             elif item is None:
                 continue
             elif held is None and item.state is State.HELD:
-                may = ahead <= AHEAD
+                may = self.may_begin(queue, place)
             else:
                 may = self.is_at_hand(queue, place)
             if may:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 
 import attrs
-from link_model import AHEAD, LONE, Answer, Frame, Grant, Item, Message, Side, State, cost
+from link_model import LONE, Answer, Frame, Grant, Item, Message, Side, State, cost
 
 from trio_ucx._rules import wire
 
@@ -112,7 +112,7 @@ class World:
         steps = [self.send, self.receive, self.run, self.run, self.leave, self.deliver, self.deliver, self.stream]
         steps += [self.receive, self.receive] if self.moves else [self.move, self.move]
         steps += [self.leave, self.deliver, self.move] if self.moves else []
-        steps += [self.fetch] if self.fetches else []
+        steps += [self.fetch, self.fetch_first] if self.fetches else []
         self.chance.choice(steps)(self.chance.choice(self.ends))
         if self.may_end and self.chance.random() < 0.005:
             self.over = True
@@ -223,6 +223,13 @@ class World:
             if end.side.fetch(*found):
                 end.transfers.append(found)
 
+    def fetch_first(self, end: End) -> None:
+        """A message for which no receive waits is received to memory of ours, because somebody asks for it."""
+        number = self.chance.choice(list(end.side.queues) or [0])
+        item = end.side.fetch_first(number)
+        if item is not None:
+            end.transfers.append((item, number))
+
     def move(self, end: End) -> None:
         """A transfer ends."""
         if end.transfers:
@@ -275,7 +282,7 @@ class World:
             for queue in side.queues.values():
                 for place, token in enumerate(queue.receives[: len(queue.messages)]):
                     item, held = queue.messages[place], side.holding.get(token)
-                    begins = held is None and item.state is State.HELD and place < AHEAD
+                    begins = held is None and side.may_begin(queue, place)
                     begins = begins and (len(item.data) <= _LIMIT or side.settled(queue, place))
                     if begins or (held in (None, item) and side.is_at_hand(queue, place)):
                         require(token in side.due, "a message is there, and nobody is woken", queue)

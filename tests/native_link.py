@@ -29,6 +29,7 @@ NATIVE = HERE.parent / "trio_ucx" / "_native"
 NO_MEMORY, INVALID_PARAM, CANCELED = -4, -5, -16
 NAME = "_link_without_ucx"
 MOST_ADMISSIONS = 3
+BYTES_AHEAD = 5000
 #: Functions of the C library whose place ``native_link.c`` takes.
 REPLACED = ["clock_gettime", "malloc", "calloc", "free"]
 #: By kind, the control frame of the library for each frame of the model.
@@ -76,6 +77,7 @@ def compile_module(folder: str, native: Path, *options: str) -> str:
         define_macros=[
             ("TU_EXTENSIONS", ""),
             ("TU_MOST_ADMISSIONS", str(MOST_ADMISSIONS)),
+            ("TU_BYTES_AHEAD", str(BYTES_AHEAD)),
             ("TU_IDLE_QUEUES", "1"),
             *((name, f"fake_{name.removeprefix('clock_')}") for name in REPLACED),
         ],
@@ -188,7 +190,7 @@ class PairedSide(Side):
     """
 
     def __init__(self, module: Any, chance: random.Random, sides: list[PairedSide], *arguments: int) -> None:
-        super().__init__(*arguments, most_admissions=MOST_ADMISSIONS)
+        super().__init__(*arguments, most_admissions=MOST_ADMISSIONS, bytes_ahead=BYTES_AHEAD)
         self.due: _Due = _Due()
         self.native = NativeLinks(module)
         self.lib, self.ffi, self.chance = module.lib, module.ffi, chance
@@ -461,10 +463,25 @@ class PairedSide(Side):
         fetched = super().fetch(item, number)
         compare("fetch", fetched, native != self.ffi.NULL)
         if fetched:
-            self.ffi.memmove(self._data[0], item.data, len(item.data))
-            self.items[item] = native
+            self._fetched(item, native)
         self._check()
         return fetched
+
+    def fetch_first(self, number: int) -> Item | None:
+        self._begin()
+        native = self.lib.tu_link_fetch(self.link, number, 0, self._data)
+        item = super().fetch_first(number)
+        compare("fetch the first", item is not None, native != self.ffi.NULL)
+        if item is not None:
+            self._fetched(item, native)
+        self._check()
+        return item
+
+    def _fetched(self, item: Item, native: Any) -> None:
+        compare("fetch, which", self.handles[item], self.lib.tu_links_handle(self.native.links))
+        compare("fetch, the length", len(item.data), self.lib.tu_links_length(self.native.links))
+        self.ffi.memmove(self._data[0], item.data, len(item.data))
+        self.items[item] = native
 
     def begin(self, token: int, number: int) -> None:
         self._begin()
@@ -662,8 +679,11 @@ class Fuzz:
         answer = self.lib.tu_link_announced(self.link, queue, 7, length, whole)
         assert answer in (0, INVALID_PARAM, CANCELED)
         if answer == 0 and self.chance.random() < 0.5:
-            self.transfers.append(self.lib.tu_link_fetch(self.link, queue, 7, data))
-            self.ffi.memmove(data[0], bytes(length), length)
+            item = self.lib.tu_link_fetch(self.link, queue, self.chance.choice([0, 7]), data)
+            if item:
+                self.transfers.append(item)
+                length = self.lib.tu_links_length(self.links.links)
+                self.ffi.memmove(data[0], bytes(length), length)
 
     def receive(self) -> None:
         limit = self.chance.choice([0, 8, 1 << 40])

@@ -95,7 +95,8 @@ FAULTS = {
         "    free(item->data);\n    free(item);",
         "    free(item);",
     ),
-    "any message is fetched": ("transfers.c", " || item->handle != handle", ""),
+    "any message is fetched": ("transfers.c", "item->handle == handle :", "true :"),
+    "a receive's message is fetched": ("transfers.c", "queue->count > queue->waiting", "queue->count > 0"),
     "a token that is due is freed": ("worker.c", "    tu_list_remove(&token->due);\n    free", "    free"),
 }
 
@@ -129,11 +130,11 @@ def test_planted_faults_are_found(fault: str, tmp_path: Path) -> None:
 class Native:
     """One link in C, whose peer is the test."""
 
-    def __init__(self, module: Any, window: int = 4096, peer_window: int = 4096) -> None:
+    def __init__(self, module: Any, window: int = 4096, peer_window: int = 4096, peer_threshold: int = 0) -> None:
         self.lib, self.ffi = module.lib, module.ffi
         self.lib.fake_answer, self.lib.fake_refusal = self.lib.FAKE_DONE, 0
         self.links = NativeLinks(module)
-        self.link = self.links.open(window, peer_window, 0, 0)
+        self.link = self.links.open(window, peer_window, 0, peer_threshold)
         self._status = 0
 
     def arrived(self, number: int, *messages: bytes) -> int:
@@ -726,11 +727,10 @@ def test_a_message_is_fetched(size: int, native: Any) -> None:
 
 
 def test_receives_wait_for_what_is_fetched(native: Any) -> None:
-    """They need not begin a transfer; one in front, and one that comes later."""
+    """They need not begin a transfer."""
     side = Native(native)
-    front = side.wait(1, 2)
     item = fetch(side, 1, b"12345")
-    assert side.links.due() == [front]
+    front = side.wait(1, 2)
     assert side.take(front) is Answer.EMPTY
     behind = side.wait(1)
     side.arrived(1, b"other")
@@ -743,11 +743,36 @@ def test_receives_wait_for_what_is_fetched(native: Any) -> None:
     side.destroy()
 
 
+def test_the_first_that_is_left_is_fetched(native: Any) -> None:
+    """Not that of a receive, nor one that may be with its sender. A receive that leaves leaves its message."""
+    side = Native(native, window=1 << 20, peer_threshold=1 << 16)
+    lib, room = side.lib, side.ffi.new("char **")
+    token = side.wait(1)
+    for handle, whole in ((97, True), (98, True), (99, False)):
+        assert lib.tu_link_announced(side.link, 1, handle, 5, whole) == 0
+    assert not lib.tu_link_fetch(side.link, 1, 97, room)
+    second = lib.tu_link_fetch(side.link, 1, 0, room)
+    side.ffi.memmove(room[0], b"after", 5)
+    assert (lib.tu_links_handle(side.links.links), lib.tu_links_length(side.links.links)) == (98, 5)
+    lib.tu_link_leave(token)
+    first = lib.tu_link_fetch(side.link, 1, 0, room)
+    side.ffi.memmove(room[0], b"first", 5)
+    assert lib.tu_links_handle(side.links.links) == 97
+    for item in (second, first):
+        assert not lib.tu_link_moved(side.link, item)
+    assert [side.receive(1) for _ in range(3)] == [b"first", b"after", Answer.EMPTY]
+    assert not lib.tu_link_fetch(side.link, 1, 0, room)
+    side.close()
+    assert lib.tu_links_discarded(side.links.links) == 99
+    side.destroy()
+
+
 def test_what_cannot_be_fetched(native: Any) -> None:
     """Of a queue that is not there; one that was received, or is not the last; without memory."""
     side = Native(native)
     lib, room = side.lib, side.ffi.new("char **")
     assert not lib.tu_link_fetch(side.link, 1, 99, room)
+    assert not lib.tu_link_fetch(side.link, 1, 0, room)
     token, item = begin(side, 1, 5)
     assert not lib.tu_link_fetch(side.link, 1, 99, room)
     assert lib.tu_link_announced(side.link, 1, 98, 5, True) == 0

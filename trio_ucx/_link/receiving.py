@@ -2,7 +2,7 @@
 
 Messages wait in the tag queues of C code (``_native/link``) until they are taken. Small ones are in memory of ours.
 UCX holds all others until a :class:`Transfer` brings them to memory: to the buffer of a :class:`PendingReceive`, or,
-if UCX has the whole message and no receive waits for it, to memory of C code.
+if UCX has the whole message when it arrives and no receive waits for it, to memory of C code.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Receiving:
             return
         self._links.settle()  # a receive that waits for it begins its transfer
         if whole or not self._threshold:
-            self._fetch(number, handle, length)
+            self._fetch(number, handle)
         if self.any_waits:
             self.share.operations.changed()
 
@@ -212,18 +212,19 @@ class Receiving:
 
     # ---- the short way ----
 
-    def take_ready(self, number: int, limit: int, bound: str = "") -> bytes | None:
-        """Takes the first message of a tag queue if it is in memory of ours. If none is there, looks for a small one.
+    def take_ready(self, number: int, limit: int, bound: str = "", *, looks: bool = True) -> bytes | None:
+        """Takes the first message of a tag queue if it is in memory of ours.
 
         Args:
             bound: what the limit is, in words; by default, the user's or the connection's ``max_size``.
+            looks: if none is there, look for a small one.
 
         Raises:
             MessageTooLong: it has more than ``limit`` bytes; it was dropped.
             MemoryError: there was no memory for it; it was dropped.
         """
         length = lib.tu_link_receive(self.native.handle, number, limit, False)
-        if length == _EMPTY and not self.slept and self.engine.waiting.look():
+        if length == _EMPTY and looks and not self.slept and self.engine.waiting.look():
             length = lib.tu_link_receive(self.native.handle, number, limit, False)
         if length >= 0:
             data = self.taken(length)
@@ -394,9 +395,11 @@ class Receiving:
             trio.WouldBlock: it is not.
             Others: the peer has gone; the message is too long.
         """
-        if not self.has_spare(number):
+        data = self.take_ready(number, limit, looks=False)
+        if data is None:
             self.engine.reap()
-        data = self.take_ready(number, limit)
+            self._fetch(number)  # its receive may have been cancelled
+            data = self.take_ready(number, limit, looks=False)
         if data is not None:
             return data
         queue = self.native.queue(number)
@@ -523,13 +526,15 @@ class Receiving:
 
     # ---- transfers ----
 
-    def _fetch(self, number: int, handle: int, length: int) -> None:
-        """Receives a message that UCX has into memory of C code, if it is there and no receive has begun that."""
+    def _fetch(self, number: int, handle: int = 0) -> None:
+        """Receives a message that UCX has into memory of C code if no receive waits for it: this one, or the first."""
         if self.native.handle is None:
             return
         item = lib.tu_link_fetch(self.native.handle, number, handle, self._place)
         if not item:
             return
+        native = self._links.native
+        handle, length = lib.tu_links_handle(native), lib.tu_links_length(native)
         verdict = self.port.receive_at(handle, self._place[0], length)
         if verdict == Status.NO_MEMORY:
             lib.tu_link_leave_there(item)

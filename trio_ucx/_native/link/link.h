@@ -36,8 +36,12 @@
 #define TU_MOST_ADMISSIONS 65536
 #endif
 
-/* Transfers of one queue that may go on at once. */
+/* Transfers of one queue that may go on at once, and how many bytes are too many before one that begins. Each keeps a
+ * buffer in use, and to write to many large ones at once takes longer. */
 #define TU_TRANSFERS_AHEAD 8
+#ifndef TU_BYTES_AHEAD
+#define TU_BYTES_AHEAD (1 << 24)
+#endif
 #define TU_LONGEST_FRAME 32
 /* Control frames: their first byte. */
 #define TU_FRAME_GRANT 1
@@ -280,6 +284,8 @@ void tu_places_recount(tu_link_t *link, tu_queue_t *queue);
 tu_item_t **tu_message_behind(tu_queue_t *queue);
 /* True if the messages before this one, which is of a place or the first behind them, are at hand. */
 bool tu_is_next(tu_queue_t *queue, const tu_item_t *message);
+/* True if few enough transfers go on, or may begin, before that of this message. */
+bool tu_may_begin(const tu_queue_t *queue, const tu_item_t *item);
 /* Takes a message out of its queue, and frees it, unless UCX or a transfer still has it. */
 void tu_item_drop(tu_link_t *link, tu_queue_t *queue, tu_item_t **from);
 /* Drops a message, and grants what was read if that is due. */

@@ -65,11 +65,39 @@ bool tu_is_next(tu_queue_t *queue, const tu_item_t *message)
     return true;
 }
 
+/* The transfers before one: that are not over, or whose receives have not run since; and the bytes to be transferred. */
+typedef struct {
+    size_t count;
+    size_t bytes;
+} ahead_t;
+
+static void add(ahead_t *ahead, const tu_item_t *item)
+{
+    ahead->count += item->state != TU_ITEM_READY;
+    ahead->bytes += item->state == TU_ITEM_HELD || item->state == TU_ITEM_MOVING ? item->length : 0;
+}
+
+static bool allows_another(const ahead_t *ahead)
+{
+    return ahead->count < TU_TRANSFERS_AHEAD && ahead->bytes < TU_BYTES_AHEAD;
+}
+
+bool tu_may_begin(const tu_queue_t *queue, const tu_item_t *item)
+{
+    ahead_t ahead = {0};
+    const tu_item_t *before;
+
+    for (before = queue->first; before != item; before = before->next) {
+        add(&ahead, before);
+    }
+    return allows_another(&ahead);
+}
+
 void tu_places_serve(tu_queue_t *queue)
 {
     tu_item_t *item = queue->first, *held;
     bool settled    = true, may;
-    size_t ahead    = 0; /* transfers that go on, or may begin */
+    ahead_t ahead   = {0};
     tu_place_t *place;
 
     TU_LIST_FOR_EACH(place, &queue->places, link) {
@@ -82,7 +110,7 @@ void tu_places_serve(tu_queue_t *queue)
         } else if (item == NULL) {
             continue; /* one behind it may have to save */
         } else if (held == NULL && item->state == TU_ITEM_HELD) {
-            may = ahead < TU_TRANSFERS_AHEAD;
+            may = allows_another(&ahead);
         } else {
             may = settled && is_settled(item, place->token);
         }
@@ -90,7 +118,7 @@ void tu_places_serve(tu_queue_t *queue)
             tu_token_wake(place->token);
         }
         if (item != NULL) {
-            ahead  += item->state != TU_ITEM_READY;
+            add(&ahead, item);
             settled = settled && is_settled(item, place->token);
             item    = item->next;
         }

@@ -292,8 +292,8 @@ static int64_t take_held(tu_token_t *token, bool look, uint32_t *number)
  * turn. */
 static bool may_begin(const tu_item_t *item, size_t limit)
 {
-    return item->state == TU_ITEM_HELD && (item->length <= limit || item->queue->number == TU_STREAM_QUEUE ||
-                                           tu_is_next(item->queue, item));
+    return item->state == TU_ITEM_HELD && tu_may_begin(item->queue, item) &&
+           (item->length <= limit || item->queue->number == TU_STREAM_QUEUE || tu_is_next(item->queue, item));
 }
 
 int64_t tu_link_take(tu_token_t *token, size_t limit, bool look, uint32_t *number)

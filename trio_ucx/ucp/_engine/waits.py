@@ -436,27 +436,25 @@ class Waiting:
         engine = self._engine
         listening = engine.listening
         parked = listening.parked
+        woken = listening.waiting - parked
         polls = parked > 0 and self.polling and lib.tu_poll_begin(engine.handle)
-        while polls and await self._all_wait() and not listening.may_be_free(parked):
+        while polls and await self._all_wait(woken) and not listening.may_be_free(parked):
             parked = listening.parked
             found = engine.poll_and_deliver(lib.tu_poll)
             if engine.handle is None or listening.may_be_free(parked):
                 break
+            woken = parked - listening.parked
             polls = (lib.tu_poll_begin if found else lib.tu_poll_continues)(engine.handle)
         return parked
 
-    async def _all_wait(self) -> bool:
+    async def _all_wait(self, woken: int) -> bool:
         """Lets tasks run that go on. Returns True if no other seems to have work, and the worker is open."""
-        listening = self._engine.listening
-        allowed = _ALONE
         for _ in range(2):  # in the first round of Trio's loop they may have run later than this task
-            allowed += _ALONE * (listening.waiting - listening.parked)
             began = perf_counter()
             await trio.lowlevel.cancel_shielded_checkpoint()
-            took = perf_counter() - began
-            if took > allowed or listening.waiting == listening.parked:
-                break
-        return took <= allowed and self._engine.handle is not None
+            if perf_counter() - began > _ALONE * (1 + 2 * woken):
+                return False
+        return self._engine.handle is not None
 
     async def poll_for_sequences(self) -> None:
         """For the progress task: polls once for sequences (``native.h``) that go on while their tasks are parked.
