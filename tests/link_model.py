@@ -395,24 +395,6 @@ class Side:
         """The queue of the message in a token's buffer."""
         return next(queue for queue in self.waits[token] if self.holding[token] in queue.messages)
 
-    def fetch(self, item: Item, number: int) -> bool:
-        """A transfer to memory of ours begins if no receive waits for the message, the last of its queue, and it is held."""
-        queue = self.queue(number)
-        is_left = len(queue.messages) > len(queue.receives)
-        fetched = queue.messages[-1:] == [item] and is_left and item.state is State.HELD
-        if fetched:
-            item.state, item.fetched = State.MOVING, True
-        return fetched
-
-    def fetch_first(self, number: int) -> Item | None:
-        """The same with the first message for which no receive waits, if UCX has all of it. Returns it."""
-        queue = self.queue(number)
-        item = next(iter(queue.messages[len(queue.receives) :]), None)
-        if item is None or item.state is not State.HELD or (item.with_sender and self.peer_threshold):
-            return None
-        item.state, item.fetched = State.MOVING, True
-        return item
-
     def begin(self, token: int, number: int) -> None:
         """The task of a token begins the transfer of its message."""
         queue = self.queue(number)
@@ -678,9 +660,9 @@ class Side:
                 if queue in self.line:
                     self._reserve(queue)
 
-    def announced(self, frame: Message, whole: bool) -> Item:
-        """A large message has arrived, which UCX holds."""
-        item = Item(frame.data, State.HELD, whole=whole)
+    def announced(self, frame: Message, whole: bool, fetch: bool) -> Item:
+        """A large message has arrived, which UCX holds. ``fetch``: its transfer to memory of ours begins."""
+        item = Item(frame.data, State.MOVING if fetch else State.HELD, whole=whole, fetched=fetch)
         self._message_arrived(self.queue(frame.queue), item)
         return item
 

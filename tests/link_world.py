@@ -50,9 +50,8 @@ class End:
     got: dict[int, dict[int, bytes]] = attrs.Factory(lambda: collections.defaultdict(dict))
     #: How many were dropped because they were too long.
     dropped: collections.Counter[int] = attrs.Factory(collections.Counter)
-    #: Transfers that go on: the message, and its queue; and what was announced, and nobody has tried to fetch.
+    #: Transfers that go on: the message, and its queue.
     transfers: list[tuple[Item, int]] = attrs.Factory(list)
-    announced: list[tuple[Item, int]] = attrs.Factory(list)
     #: The byte stream.
     wrote: bytearray = attrs.Factory(bytearray)
     read: bytearray = attrs.Factory(bytearray)
@@ -112,7 +111,6 @@ class World:
         steps = [self.send, self.receive, self.run, self.run, self.leave, self.deliver, self.deliver, self.stream]
         steps += [self.receive, self.receive] if self.moves else [self.move, self.move]
         steps += [self.leave, self.deliver, self.move] if self.moves else []
-        steps += [self.fetch, self.fetch_first] if self.fetches else []
         self.chance.choice(steps)(self.chance.choice(self.ends))
         if self.may_end and self.chance.random() < 0.005:
             self.over = True
@@ -216,20 +214,6 @@ class World:
         end.transfers.append((item, number))
         return Answer.BEGIN
 
-    def fetch(self, end: End, index: int | None = None) -> None:
-        """A message is received to memory of ours, unless it is too late for that."""
-        if end.announced:
-            found = end.announced.pop(self.chance.randrange(len(end.announced)) if index is None else index)
-            if end.side.fetch(*found):
-                end.transfers.append(found)
-
-    def fetch_first(self, end: End) -> None:
-        """A message for which no receive waits is received to memory of ours, because somebody asks for it."""
-        number = self.chance.choice(list(end.side.queues) or [0])
-        item = end.side.fetch_first(number)
-        if item is not None:
-            end.transfers.append((item, number))
-
     def move(self, end: End) -> None:
         """A transfer ends."""
         if end.transfers:
@@ -264,10 +248,10 @@ class World:
             size = len(frame.data) if isinstance(frame, Message) else 0
             if size > 65536 or (size >= HELD and self.chance.random() < 0.7):
                 assert isinstance(frame, Message)
-                item = end.side.announced(frame, self.chance.random() < 0.5)
-                end.announced.append((item, frame.queue))
-                if self.chance.random() < self.fetches:
-                    self.fetch(end, -1)
+                fetch = self.chance.random() < self.fetches
+                item = end.side.announced(frame, self.chance.random() < 0.5, fetch)
+                if fetch and item in end.side.queue(frame.queue).messages:
+                    end.transfers.append((item, frame.queue))
             else:
                 end.side.arrived(frame)
 

@@ -213,6 +213,7 @@ class PairedSide(Side):
         self._number = self.ffi.new("uint32_t *")
         self._counts = self.ffi.new("tu_link_counts_t *")
         self._data = self.ffi.new("char **")
+        self._item = self.ffi.new("tu_item_t **")
         self.sides = sides
         sides.append(self)
 
@@ -457,32 +458,6 @@ class PairedSide(Side):
         self._check()
         return number, answer
 
-    def fetch(self, item: Item, number: int) -> bool:
-        self._begin()
-        native = self.lib.tu_link_fetch(self.link, number, self.handles[item], self._data)
-        fetched = super().fetch(item, number)
-        compare("fetch", fetched, native != self.ffi.NULL)
-        if fetched:
-            self._fetched(item, native)
-        self._check()
-        return fetched
-
-    def fetch_first(self, number: int) -> Item | None:
-        self._begin()
-        native = self.lib.tu_link_fetch(self.link, number, 0, self._data)
-        item = super().fetch_first(number)
-        compare("fetch the first", item is not None, native != self.ffi.NULL)
-        if item is not None:
-            self._fetched(item, native)
-        self._check()
-        return item
-
-    def _fetched(self, item: Item, native: Any) -> None:
-        compare("fetch, which", self.handles[item], self.lib.tu_links_handle(self.native.links))
-        compare("fetch, the length", len(item.data), self.lib.tu_links_length(self.native.links))
-        self.ffi.memmove(self._data[0], item.data, len(item.data))
-        self.items[item] = native
-
     def begin(self, token: int, number: int) -> None:
         self._begin()
         native = self.lib.tu_link_begin(self.tokens[token], number)
@@ -582,15 +557,22 @@ class PairedSide(Side):
             self.lib.tu_link_forget_with_sender(self.link)
             super().forget_with_sender()
 
-    def announced(self, frame: Message, whole: bool) -> Item:
+    def announced(self, frame: Message, whole: bool, fetch: bool) -> Item:
         self._begin()
         size, handle = len(frame.data), len(self.handles) + 1
-        verdict = self.lib.tu_link_announced(self.link, frame.queue, handle, size, whole)
+        arguments = self.link, frame.queue, handle, size, whole
+        if fetch:
+            verdict = self.lib.tu_link_fetch(*arguments, self._item, self._data)
+        else:
+            verdict = self.lib.tu_link_announced(*arguments)
         compare("announced", CANCELED if self.queue(frame.queue).ended else 0, verdict)
-        item = super().announced(frame, whole)
+        item = super().announced(frame, whole, fetch)
         self.handles[item] = handle
         if verdict == 0:
             self.announcements[item] = frame.queue
+        if verdict == 0 and fetch:
+            self.items[item] = self._item[0]
+            self.ffi.memmove(self._data[0], item.data, size)
         self._check()
         return item
 
@@ -676,14 +658,15 @@ class Fuzz:
         """A large message arrives, and is perhaps fetched."""
         length, whole = self.chance.choice([0, 8, 1 << 16, (1 << 64) - 1]), self.chance.random() < 0.5
         queue, data = self.queue(), self.ffi.new("char **")
-        answer = self.lib.tu_link_announced(self.link, queue, 7, length, whole)
+        item, fetch = self.ffi.new("tu_item_t **"), self.chance.random() < 0.5
+        if fetch:
+            answer = self.lib.tu_link_fetch(self.link, queue, 7, length, whole, item, data)
+        else:
+            answer = self.lib.tu_link_announced(self.link, queue, 7, length, whole)
         assert answer in (0, INVALID_PARAM, CANCELED)
-        if answer == 0 and self.chance.random() < 0.5:
-            item = self.lib.tu_link_fetch(self.link, queue, self.chance.choice([0, 7]), data)
-            if item:
-                self.transfers.append(item)
-                length = self.lib.tu_links_length(self.links.links)
-                self.ffi.memmove(data[0], bytes(length), length)
+        if item[0]:
+            self.transfers.append(item[0])
+            self.ffi.memmove(data[0], bytes(length), length)
 
     def receive(self) -> None:
         limit = self.chance.choice([0, 8, 1 << 40])

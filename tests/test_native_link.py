@@ -95,8 +95,8 @@ FAULTS = {
         "    free(item->data);\n    free(item);",
         "    free(item);",
     ),
-    "any message is fetched": ("transfers.c", "item->handle == handle :", "true :"),
-    "a receive's message is fetched": ("transfers.c", "queue->count > queue->waiting", "queue->count > 0"),
+    "a receive does not wait for what is fetched": ("transfers.c", "item->state = TU_ITEM_MOVING;\n    }\n", "}\n"),
+    "transfers begin whatever goes on before them": ("messages.c", " && ahead->bytes < TU_BYTES_AHEAD", ""),
     "a token that is due is freed": ("worker.c", "    tu_list_remove(&token->due);\n    free", "    free"),
 }
 
@@ -701,12 +701,11 @@ def test_an_admission_is_used_by_a_message_of_the_caller(native: Any) -> None:
 
 def fetch(side: Native, number: int, data: bytes, *, whole: bool = True) -> Any:
     """A large message has arrived, and is on its way to memory of the link's."""
-    room = side.ffi.new("char **")
-    assert side.lib.tu_link_announced(side.link, number, 99, len(data), whole) == 0
-    item = side.lib.tu_link_fetch(side.link, number, 99, room)
-    assert item
+    room, item = side.ffi.new("char **"), side.ffi.new("tu_item_t **")
+    assert side.lib.tu_link_fetch(side.link, number, 99, len(data), whole, item, room) == 0
+    assert item[0]
     side.ffi.memmove(room[0], data, len(data))
-    return item
+    return item[0]
 
 
 @pytest.mark.parametrize("size", [0, 2000, 1 << 20])
@@ -727,10 +726,11 @@ def test_a_message_is_fetched(size: int, native: Any) -> None:
 
 
 def test_receives_wait_for_what_is_fetched(native: Any) -> None:
-    """They need not begin a transfer."""
+    """They need not begin a transfer; one in front, and one that comes later."""
     side = Native(native)
-    item = fetch(side, 1, b"12345")
     front = side.wait(1, 2)
+    item = fetch(side, 1, b"12345")
+    assert side.links.due() == []
     assert side.take(front) is Answer.EMPTY
     behind = side.wait(1)
     side.arrived(1, b"other")
@@ -743,51 +743,22 @@ def test_receives_wait_for_what_is_fetched(native: Any) -> None:
     side.destroy()
 
 
-def test_the_first_that_is_left_is_fetched(native: Any) -> None:
-    """Not that of a receive, nor one that may be with its sender. A receive that leaves leaves its message."""
-    side = Native(native, window=1 << 20, peer_threshold=1 << 16)
-    lib, room = side.lib, side.ffi.new("char **")
-    token = side.wait(1)
-    for handle, whole in ((97, True), (98, True), (99, False)):
-        assert lib.tu_link_announced(side.link, 1, handle, 5, whole) == 0
-    assert not lib.tu_link_fetch(side.link, 1, 97, room)
-    second = lib.tu_link_fetch(side.link, 1, 0, room)
-    side.ffi.memmove(room[0], b"after", 5)
-    assert (lib.tu_links_handle(side.links.links), lib.tu_links_length(side.links.links)) == (98, 5)
-    lib.tu_link_leave(token)
-    first = lib.tu_link_fetch(side.link, 1, 0, room)
-    side.ffi.memmove(room[0], b"first", 5)
-    assert lib.tu_links_handle(side.links.links) == 97
-    for item in (second, first):
-        assert not lib.tu_link_moved(side.link, item)
-    assert [side.receive(1) for _ in range(3)] == [b"first", b"after", Answer.EMPTY]
-    assert not lib.tu_link_fetch(side.link, 1, 0, room)
-    side.close()
-    assert lib.tu_links_discarded(side.links.links) == 99
-    side.destroy()
-
-
 def test_what_cannot_be_fetched(native: Any) -> None:
-    """Of a queue that is not there; one that was received, or is not the last; without memory."""
+    """Without memory it is announced; of a queue that has ended, or from a peer that has no credit, it is refused."""
     side = Native(native)
-    lib, room = side.lib, side.ffi.new("char **")
-    assert not lib.tu_link_fetch(side.link, 1, 99, room)
-    assert not lib.tu_link_fetch(side.link, 1, 0, room)
-    token, item = begin(side, 1, 5)
-    assert not lib.tu_link_fetch(side.link, 1, 99, room)
-    assert lib.tu_link_announced(side.link, 1, 98, 5, True) == 0
-    assert not lib.tu_link_fetch(side.link, 1, 99, room)
-    lib.tu_allocations_left = 0
-    assert not lib.tu_link_fetch(side.link, 1, 98, room)
-    lib.tu_allocations_left = -1
-    assert room[0] == side.ffi.NULL
-    assert not lib.tu_link_moved(side.link, item)
-    assert lib.tu_link_take(token, 8, False, side.ffi.new("uint32_t *")) == 5
+    lib, room, item = side.lib, side.ffi.new("char **"), side.ffi.new("tu_item_t **")
     token = side.wait(1)
+    lib.tu_allocations_left = 1
+    assert lib.tu_link_fetch(side.link, 1, 98, 5, True, item, room) == 0
+    lib.tu_allocations_left = -1
+    assert (item[0], room[0]) == (side.ffi.NULL, side.ffi.NULL)
     assert side.take(token) is Answer.BEGIN
     assert lib.tu_links_handle(side.links.links) == 98
     lib.tu_link_leave(token)
+    assert lib.tu_link_fetch(side.link, 1, 99, 4000, True, item, room) == INVALID_PARAM
     side.close()
+    assert lib.tu_link_fetch(side.link, 1, 97, 5, True, item, room) == CANCELED
+    assert item[0] == side.ffi.NULL
     assert lib.tu_links_discarded(side.links.links) == 98
     side.destroy()
 
@@ -1026,13 +997,15 @@ def scenario(module: Any, allocations: int) -> tuple[list[object], list[tuple[in
         return 0
 
     def fetch(number: int, handle: int) -> int:
-        data = side.ffi.new("char **")
-        item = lib.tu_link_fetch(side.link, number, handle, data)
-        if not item:
+        data, item = side.ffi.new("char **"), side.ffi.new("tu_item_t **")
+        status = lib.tu_link_fetch(side.link, number, handle, 4, True, item, data)
+        if status == 0 and not item[0]:  # it was announced
+            lib.tu_link_forget_queue(side.link, number)
             return NO_MEMORY
-        data[0][0:4] = b"data"
-        fetched.append(item)
-        return 0
+        if status == 0:
+            data[0][0:4] = b"data"
+            fetched.append(item[0])
+        return int(status)
 
     steps: list[Callable[[], object]] = [
         lambda: lib.tu_link_expect_more(side.link),
@@ -1067,7 +1040,6 @@ def scenario(module: Any, allocations: int) -> tuple[list[object], list[tuple[in
         lambda: lib.tu_links_discarded(side.links.links),
         lambda: lib.tu_links_discarded(side.links.links),
         lambda: lib.tu_link_open_queue(side.link, 13),
-        lambda: lib.tu_link_announced(side.link, 14, 97, 4, True),
         lambda: fetch(14, 97),
         lambda: lib.tu_link_moved(side.link, fetched.pop()),
         lambda: side.receive(14),
@@ -1106,7 +1078,7 @@ def scenario(module: Any, allocations: int) -> tuple[list[object], list[tuple[in
 def test_memory_that_is_refused(native: Any) -> None:
     """What was refused can be done again, or the link has broken: nothing is lost without a word."""
     trace, sent, _ = scenario(native, -1)
-    assert len(trace) == 40
+    assert len(trace) == 39
     refused = 0
     for allocations in range(60):
         got, got_sent, times = scenario(native, allocations)

@@ -1,8 +1,8 @@
 """Receiving: messages, from the engine's delivery to the user's call. Owns the receives that wait, and the transfers.
 
 Messages wait in the tag queues of C code (``_native/link``) until they are taken. Small ones are in memory of ours.
-UCX holds all others until a :class:`Transfer` brings them to memory: to the buffer of a :class:`PendingReceive`, or,
-if UCX has the whole message when it arrives and no receive waits for it, to memory of C code.
+UCX holds all others until a :class:`Transfer` brings them to memory: to memory of C code at once if UCX has the whole
+message, otherwise to the buffer of a :class:`PendingReceive`.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ class Receiving:
         #: Whether the last message was waited for. Then the next will most probably be, too, and it is no use to look
         #: for it first.
         self.slept = False
+        #: Where C code writes which message is fetched, and to where.
+        self._item = ffi.new("tu_item_t **")
         self._place = ffi.new("char **")
         #: Why a message could not be saved out of a buffer of the user's.
         self._unsaved: Exception | None = None
@@ -158,11 +160,17 @@ class Receiving:
             self.port.discard(handle)
             return
         whole = self.is_whole(length)
+        fetches = whole or not self._threshold
         try:
             if number == wire.CONTROL:  # control frames are so small that C code receives them
                 raise wire.ProtocolError(f"a control frame of {length} bytes")
             self._check(number)
-            taken = self._took(lib.tu_link_announced(self.native.handle, number, handle, length, whole))
+            native = self.native.handle
+            if fetches:
+                status = lib.tu_link_fetch(native, number, handle, length, whole, self._item, self._place)
+            else:
+                status = lib.tu_link_announced(native, number, handle, length, whole)
+            taken = self._took(status)
         except wire.ProtocolError as error:
             self.port.discard(handle)
             self._refuse(error)
@@ -170,9 +178,9 @@ class Receiving:
         if not taken:
             self.port.discard(handle)
             return
+        if fetches and self._item[0]:
+            self._fetch(self._item[0], number, handle, length)
         self._links.settle()  # a receive that waits for it begins its transfer
-        if whole or not self._threshold:
-            self._fetch(number, handle)
         if self.any_waits:
             self.share.operations.changed()
 
@@ -398,7 +406,6 @@ class Receiving:
         data = self.take_ready(number, limit, looks=False)
         if data is None:
             self.engine.reap()
-            self._fetch(number)  # its receive may have been cancelled
             data = self.take_ready(number, limit, looks=False)
         if data is not None:
             return data
@@ -526,15 +533,8 @@ class Receiving:
 
     # ---- transfers ----
 
-    def _fetch(self, number: int, handle: int = 0) -> None:
-        """Receives a message that UCX has into memory of C code if no receive waits for it: this one, or the first."""
-        if self.native.handle is None:
-            return
-        item = lib.tu_link_fetch(self.native.handle, number, handle, self._place)
-        if not item:
-            return
-        native = self._links.native
-        handle, length = lib.tu_links_handle(native), lib.tu_links_length(native)
+    def _fetch(self, item: Any, number: int, handle: int, length: int) -> None:
+        """Receives a message that UCX has into memory of C code."""
         verdict = self.port.receive_at(handle, self._place[0], length)
         if verdict == Status.NO_MEMORY:
             lib.tu_link_leave_there(item)

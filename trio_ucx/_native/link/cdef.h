@@ -144,10 +144,10 @@ int tu_link_newest(tu_link_t *link, uint32_t number);
 
 /* One has arrived. Returns 0, or a status: the handle is the caller's then. `whole`: UCX is known to have all of it. */
 int tu_link_announced(tu_link_t *link, uint32_t number, uint64_t handle, size_t length, bool whole);
-/* What has been announced last in a tag queue, with this handle, is received to memory of ours. 0: the first message for
- * which no receive waits, if UCX has all of it. Its handle and length are those of the links. NULL: a receive waits for it,
- * or there is no memory. */
-tu_item_t *tu_link_fetch(tu_link_t *link, uint32_t number, uint64_t handle, char **data);
+/* The same, and it is to be received to memory of ours at once, so that no receive has to wait for that: `data`. `item`
+ * NULL: there is no memory, and it has only been announced. */
+int tu_link_fetch(tu_link_t *link, uint32_t number, uint64_t handle, size_t length, bool whole, tu_item_t **item,
+                  char **data);
 /* UCX has not begun that, for lack of memory: it holds the message still. */
 void tu_link_leave_there(tu_item_t *item);
 /* After TU_LINK_BEGIN: the transfer has begun. */

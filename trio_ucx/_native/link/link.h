@@ -284,6 +284,8 @@ void tu_places_recount(tu_link_t *link, tu_queue_t *queue);
 tu_item_t **tu_message_behind(tu_queue_t *queue);
 /* True if the messages before this one, which is of a place or the first behind them, are at hand. */
 bool tu_is_next(tu_queue_t *queue, const tu_item_t *message);
+/* UCX is to receive a message to memory of ours, item->data. False: there is none. */
+bool tu_item_fetch(tu_item_t *item);
 /* True if few enough transfers go on, or may begin, before that of this message. */
 bool tu_may_begin(const tu_queue_t *queue, const tu_item_t *item);
 /* Takes a message out of its queue, and frees it, unless UCX or a transfer still has it. */

@@ -16,9 +16,10 @@ static bool keeps_to_window(const tu_link_t *link, const tu_queue_t *queue, int6
     return count <= most || (count == 1 && before == 0 && amount <= TU_LINK_LONE);
 }
 
-/* Messages have arrived: `data` has the bytes of small ones, one after the other; NULL: UCX has it, by its handle. */
+/* Messages have arrived: `data` has the bytes of small ones, one after the other; NULL: UCX has it, by its handle. Then
+ * `fetched`, unless it is NULL, asks to have it received to memory of ours. */
 static int arrived(tu_link_t *link, uint32_t number, size_t length, size_t count, const char *data, uint64_t handle,
-                   bool whole)
+                   bool whole, tu_item_t **fetched)
 {
     int64_t amount = tu_link_cost(length, link->terms.peer_threshold);
     tu_queue_t *queue;
@@ -45,6 +46,9 @@ static int arrived(tu_link_t *link, uint32_t number, size_t length, size_t count
         if (!tu_message_add(link, queue, data, handle, whole, length)) {
             return UCS_ERR_NO_MEMORY;
         }
+        if (fetched != NULL && tu_item_fetch((tu_item_t *)queue->last)) {
+            *fetched = (tu_item_t *)queue->last;
+        }
         tu_message_arrived(link, queue, length);
         data = data == NULL ? NULL : data + length;
     }
@@ -58,12 +62,25 @@ int tu_link_arrived(tu_link_t *link, uint32_t number, size_t length, size_t coun
         return UCS_ERR_CANCELED;
     }
     return number == TU_CONTROL_QUEUE ? tu_frame_arrived(link, data, length) :
-                                        arrived(link, number, length, count, data, 0, true);
+                                        arrived(link, number, length, count, data, 0, true, NULL);
 }
 
 int tu_link_announced(tu_link_t *link, uint32_t number, uint64_t handle, size_t length, bool whole)
 {
-    return link->closed || link->drops ? UCS_ERR_CANCELED : arrived(link, number, length, 1, NULL, handle, whole);
+    return link->closed || link->drops ? UCS_ERR_CANCELED : arrived(link, number, length, 1, NULL, handle, whole, NULL);
+}
+
+int tu_link_fetch(tu_link_t *link, uint32_t number, uint64_t handle, size_t length, bool whole, tu_item_t **item,
+                  char **data)
+{
+    int status = UCS_ERR_CANCELED;
+
+    *item = NULL;
+    if (!link->closed && !link->drops) {
+        status = arrived(link, number, length, 1, NULL, handle, whole, item);
+    }
+    *data = *item == NULL ? NULL : (*item)->data;
+    return status;
 }
 
 /* Reads the byte stream, and joins its pieces. */

@@ -5,28 +5,13 @@
 
 #include "link.h"
 
-tu_item_t *tu_link_fetch(tu_link_t *link, uint32_t number, uint64_t handle, char **data)
+bool tu_item_fetch(tu_item_t *item)
 {
-    tu_queue_t *queue = tu_queue_find(link, number);
-    tu_item_t *item   = NULL;
-    bool may          = false;
-
-    if (queue != NULL && queue->count > queue->waiting) {
-        item = handle != 0 ? (tu_item_t *)queue->last : *tu_message_behind(queue);
-        may  = handle != 0 ? item->handle == handle : item->whole || link->terms.peer_threshold == 0;
-    }
-    if (!may || item->state != TU_ITEM_HELD) {
-        return NULL;
-    }
     item->data = tu_malloc(item->length > 0 ? item->length : 1);
-    if (item->data == NULL) {
-        return NULL;
+    if (item->data != NULL) {
+        item->state = TU_ITEM_MOVING;
     }
-    *data               = item->data;
-    item->state         = TU_ITEM_MOVING;
-    link->links->length = item->length;
-    link->links->handle = item->handle;
-    return item;
+    return item->data != NULL;
 }
 
 void tu_link_leave_there(tu_item_t *item)
