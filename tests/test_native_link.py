@@ -95,7 +95,7 @@ FAULTS = {
         "    free(item->data);\n    free(item);",
         "    free(item);",
     ),
-    "a receive does not wait for what is fetched": ("transfers.c", "item->state = TU_ITEM_MOVING;\n    }\n", "}\n"),
+    "a receive does not wait for what is fetched": ("messages.c", "item->state = TU_ITEM_MOVING;\n    }\n", "}\n"),
     "transfers begin whatever goes on before them": ("messages.c", " && ahead->bytes < TU_BYTES_AHEAD", ""),
     "a token that is due is freed": ("worker.c", "    tu_list_remove(&token->due);\n    free", "    free"),
 }

@@ -226,6 +226,23 @@ async def test_a_loss_that_a_cancelled_task_was_not_told(worker: ucp.Worker, rou
         server.abort()
 
 
+async def test_tasks_run_before_the_progress_task_polls(worker: ucp.Worker) -> None:
+    """A poll keeps all others waiting, so whoever has work comes first, whether the worker has woken it or not."""
+    polls = 0
+
+    async def work(ran: trio.Event) -> None:
+        ran.set()
+
+    for _ in range(100):
+        ran = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(work, ran)
+            if await worker._engine.waiting._all_wait(1):
+                assert ran.is_set()
+                polls += 1
+    assert polls > 0, "each round took longer than one with few steps of tasks"
+
+
 async def test_a_poll_finds_what_has_arrived(transports: str) -> None:
     """With a long yield_interval, nothing but the poll can find it: no other task runs in between."""
     async with ucp.open_worker(config={"TLS": transports}, yield_interval=60) as worker:

@@ -615,7 +615,7 @@ class Connection(trio.abc.HalfCloseableStream, metaclass=OpenedNotConstructed):
         tag = check_tag(tag)
         self._link.check()
         receiving = self._link.receiving
-        return receiving.wait(tag, receiving.prepare(buffer))
+        return receiving.submit(tag, receiving.prepare(buffer))
 
     # ---- the byte stream ----
 

@@ -379,6 +379,20 @@ class Receiving:
         pins = pin(self.engine, buffer, writable=True, copies=True)
         return PendingReceive(self, Want.INTO, pins, pins.size, BUFFER)
 
+    def submit(self, number: int, receive: PendingReceive) -> PendingReceive:
+        """Receives the first message if it is in memory of ours; otherwise queues the receive. Errors are its own."""
+        try:
+            data = self.take_ready(number, receive.limit, receive.bound, looks=False)
+            if data is not None:
+                receive.accept(data)
+        except Exception as error:
+            receive.fail(error)
+            return receive
+        if data is None:
+            return self.wait(number, receive)
+        receive.finish(Value(len(data)))
+        return receive
+
     def receive_suitable(self, number: int, target: ReceiveTarget) -> PendingReceive:
         """Queues a receive that takes the message only if the target wants it; else the message stays."""
         return self.wait(number, SuitableReceive(self, target))
@@ -918,7 +932,7 @@ class PendingReceive(Pending):
                 raise MemoryError
         except MessageTooLong as error:
             self._drop(number)
-            self._fail(error)
+            self.fail(error)
             return True
         except MemoryError:
             stays = number == wire.STREAM
@@ -927,7 +941,7 @@ class PendingReceive(Pending):
             else:
                 self._drop(number)
             fate = "it can be read again" if stays else "it was dropped"
-            self._fail(MemoryError(f"there is no memory for a message of {length} bytes: {fate}"))
+            self.fail(MemoryError(f"there is no memory for a message of {length} bytes: {fate}"))
             return True
         self._item, self._length, self._moving = lib.tu_link_begin(self._token, number), length, True
         try:
@@ -1001,13 +1015,13 @@ class PendingReceive(Pending):
             return
         if error is not None:
             self._leave()
-            self._fail(error)
+            self.fail(error)
             return
         token, self._token = self._token, None
         verdict = lib.tu_link_take(token, self.limit, False, receiving.number)
         self._over(token)
         if verdict < 0:
-            self._fail(receiving.lost_message(verdict, self.limit, self.bound))
+            self.fail(receiving.lost_message(verdict, self.limit, self.bound))
         else:
             self._succeed(length)
 
@@ -1031,7 +1045,7 @@ class PendingReceive(Pending):
                 self.pins.fill(memoryview(self._contents(verdict)))
             self._succeed(verdict)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     # ---- its end ----
 
@@ -1064,7 +1078,8 @@ class PendingReceive(Pending):
         finally:
             self.finish(Value(value))
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Ends it with an error, and releases its buffers."""
         if isinstance(error, MemoryError):
             about(self._receiving.ending.origin, error)  # the peer's message is too long for this process
         try:

@@ -314,6 +314,15 @@ bool tu_message_add(tu_link_t *link, tu_queue_t *queue, const char *data, uint64
     return true;
 }
 
+bool tu_item_fetch(tu_item_t *item)
+{
+    item->data = tu_malloc(item->length > 0 ? item->length : 1);
+    if (item->data != NULL) {
+        item->state = TU_ITEM_MOVING;
+    }
+    return item->data != NULL;
+}
+
 int64_t tu_messages_charged(tu_link_t *link, tu_queue_t *queue, size_t length, size_t count)
 {
     int64_t amount = tu_link_cost(length, link->terms.peer_threshold);

@@ -5,15 +5,6 @@
 
 #include "link.h"
 
-bool tu_item_fetch(tu_item_t *item)
-{
-    item->data = tu_malloc(item->length > 0 ? item->length : 1);
-    if (item->data != NULL) {
-        item->state = TU_ITEM_MOVING;
-    }
-    return item->data != NULL;
-}
-
 void tu_link_leave_there(tu_item_t *item)
 {
     free(item->data);

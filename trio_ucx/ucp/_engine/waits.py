@@ -45,6 +45,9 @@ _ALONE = 25e-6
 #: machine: another one is measured, up to so many in all.
 _SURELY_OTHERS = 100e-6
 _MEASURED = 3
+#: Rounds of Trio's loop before the progress task polls: two at least, because in the first one a task that it has woken
+#: may run later than it. More while it polls in vain; after so many polls that have paid, it tries with one less.
+_MOST_ROUNDS, _TRY_LESS = 5, 100
 #: They say that something has ended, and are raised again by the next call: a cancellation may come before them. Any
 #: other error is the outcome of one operation, which may have used up a message, and is raised once.
 _ENDED = (trio.ClosedResourceError, trio.BrokenResourceError, trio.EndOfChannel)
@@ -345,7 +348,7 @@ class AwaitedEngine(Protocol):
 class Waiting:
     """How the tasks of one worker wait."""
 
-    __slots__ = ("_engine", "_yield_interval", "_yielded", "polled", "polling", "slept")
+    __slots__ = ("_engine", "_hits", "_rounds", "_yield_interval", "_yielded", "polled", "polling", "slept")
 
     def __init__(self, engine: AwaitedEngine, spin: float, yield_interval: float) -> None:
         self._engine = engine
@@ -358,6 +361,8 @@ class Waiting:
         self.polled = False
         #: When a task last passed a schedule point.
         self._yielded = 0.0
+        self._rounds = 2
+        self._hits = 0
 
     async def schedule_point(self) -> None:
         """Lets other tasks run, if this has not been done for the ``yield_interval``. No cancel point."""
@@ -444,12 +449,21 @@ class Waiting:
             if engine.handle is None or listening.may_be_free(parked):
                 break
             woken = parked - listening.parked
+            self._found(found)
             polls = (lib.tu_poll_begin if found else lib.tu_poll_continues)(engine.handle)
         return parked
 
+    def _found(self, found: bool) -> None:
+        """The progress task has polled. If that was in vain, a task may have had work that needed another round."""
+        if found:
+            self._hits += 1
+        if not found or self._hits == _TRY_LESS:
+            self._hits = 0
+            self._rounds = max(self._rounds - 1, 2) if found else min(self._rounds + 1, _MOST_ROUNDS)
+
     async def _all_wait(self, woken: int) -> bool:
         """Lets tasks run that go on. Returns True if no other seems to have work, and the worker is open."""
-        for _ in range(2):  # in the first round of Trio's loop they may have run later than this task
+        for _ in range(self._rounds):
             began = perf_counter()
             await trio.lowlevel.cancel_shielded_checkpoint()
             if perf_counter() - began > _ALONE * (1 + 2 * woken):
