@@ -16,7 +16,9 @@ disarms it. So:
 * The leader gets its message, or is cancelled. Then the progress task listens if anybody waits; else the worker is
   ``FREE``. A leader that finds that others have parked parks, too.
 * The progress task goes on while somebody waits whose token is not due, or many wait; else the worker is ``FREE``.
-* ``FREE`` ends by the timer: the progress task listens.
+* While the last tokens that became due were all of one task, the others that are parked do not count: that task polls
+  and leads as if it were alone, and the progress task leaves the worker ``FREE`` when it has made its token due.
+* ``FREE`` ends by the timer, and by a hook of Trio's when all sleep and one is parked: the progress task listens.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ class Worker:
         starts, polls, cancels, refusals: how many more times a task starts to wait, polls, and is cancelled, and UCX
             refuses to be armed.
         most: how many tasks may wait before the progress task listens for all.
+        in_a_row: how often one task alone must have been woken again before those that are parked do not count.
+        woken, times: the task that was woken last, and how often it was woken again.
         gap: the task whose message arrives the next time between the last progress and arming, which is not announced
             (InfiniBand); -1: none.
         pending, queued: what UCX has for each task, and what is in its queue.
@@ -54,6 +58,7 @@ class Worker:
     refusals: int
     gaps: int
     most: int = 3
+    in_a_row: int = 8
     pending: list[int] = attrs.field(init=False)
     queued: list[int] = attrs.field(init=False)
     gap: int = -1
@@ -62,6 +67,8 @@ class Worker:
     readable: bool = False
     progress_task: str = RUNS
     timer: bool = False
+    woken: int = -1
+    times: int = 0
 
     def __attrs_post_init__(self) -> None:
         self.pending = [0] * len(self.tasks)
@@ -77,7 +84,16 @@ class Worker:
 
     @property
     def many(self) -> bool:
-        return sum(doing != IDLE for doing in self.tasks) > self.most
+        return sum(doing != IDLE for doing in self.tasks) > self.most and not self.serves_one
+
+    @property
+    def serves_one(self) -> bool:
+        return self.times >= self.in_a_row
+
+    @property
+    def waits_for_parked(self) -> bool:
+        """True if others than the task that is woken again and again must be listened for."""
+        return PARKED in self.tasks and not self.serves_one
 
     # ---- UCX ----
 
@@ -90,6 +106,8 @@ class Worker:
             self.pending[task] = 0
             if self.queued[task] and self.tasks[task] == PARKED:
                 self.tasks[task] = DUE
+                self.times = min(self.times + 1, self.in_a_row) if task == self.woken else 0
+                self.woken = task
         return moved
 
     def arm(self) -> bool:
@@ -153,7 +171,7 @@ class Worker:
         """A task goes on with its message, or was cancelled."""
         if self.leader is not None or self.progress_task != SUSPENDED:
             return  # somebody listens
-        if PARKED in self.tasks:
+        if self.waits_for_parked:
             self.serve()
         else:
             self.timer = True
@@ -166,19 +184,20 @@ class Worker:
         self.progress()
         if self.take(task):
             self.go_on()
-        elif PARKED in self.tasks or not self.arm():
+        elif self.waits_for_parked or not self.arm():
             self.park(task)
         elif self.take(task):
             self.go_on()
 
     def run_progress_task(self) -> None:
-        waited = PARKED in self.tasks
-        polls = waited and self.progress_task == RUNS and self.polls > 0
+        waited = self.tasks.count(PARKED)
+        polls = waited > 0 and self.progress_task == RUNS and self.polls > 0
         if polls:
             self.polls -= 1
             self.progress()
         armed = not polls and self.arm()
-        if waited and PARKED not in self.tasks and not self.many:
+        parked = self.tasks.count(PARKED)
+        if waited and (parked == 0 or (self.serves_one and parked < waited)) and not self.many:
             self.progress_task = SUSPENDED
             self.timer = True
         elif armed:
@@ -189,6 +208,9 @@ class Worker:
     def cancelled(self, task: int) -> None:
         self.tasks[task] = IDLE
         self.go_on()
+
+    def hooked(self) -> None:
+        self.serve()
 
     def timer_ended(self) -> None:
         self.timer = False
@@ -204,6 +226,8 @@ class Worker:
                 yield "run", task
         if self.progress_task == RUNS or (self.progress_task == LISTENS and self.readable):
             yield "progress", 0
+        elif self.free and PARKED in self.tasks and not any(doing in (LOOKS, POLLS, DUE) for doing in self.tasks):
+            yield "hook", 0
 
     def may(self) -> Iterator[tuple[str, int]]:
         """What programs, peers and the clock may do."""
@@ -230,6 +254,8 @@ class Worker:
             (new.lead if new.tasks[task] == LEADS else new.look)(task)
         elif what == "progress":
             new.run_progress_task()
+        elif what == "hook":
+            new.hooked()
         elif what == "start":
             new.starts -= 1
             new.tasks[task] = LOOKS

@@ -5,12 +5,16 @@ faults, among them those that a first attempt had.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from listening_model import DUE, IDLE, LEADS, LISTENS, LOOKS, PARKED, RUNS, SUSPENDED, Worker
+from listening_model import DUE, IDLE, LEADS, LISTENS, LOOKS, PARKED, RUNS, Worker
 
 from trio_ucx.ucp._engine.listening import Listening, State
+
+#: Stand for the tasks that the library is told of.
+TASKS = [object(), object(), object()]
 
 
 class Wrong(AssertionError):
@@ -48,21 +52,26 @@ class NoTimer:
 
 def library(worker: Worker) -> Listening:
     """The library's rules, in the state in which the model's worker begins."""
-    listening = Listening(None, lambda: None, NoTimer(), always=False)  # type: ignore[arg-type]
-    listening.most = worker.most
+    listening = Listening(None, lambda: None, lambda: None, NoTimer(), always=False)  # type: ignore[arg-type]
+    listening.most, listening.in_a_row = worker.most, worker.in_a_row
     return listening
 
 
 def follow(listening: Listening, before: Worker, what: str, task: int, after: Worker) -> Listening:
     """Calls what the library calls in a step of the model's, and compares the states."""
     listening = copy.copy(listening)
-    listening.parked -= sum(was == PARKED and now == DUE for was, now in zip(before.tasks, after.tasks, strict=True))
+    for number, (was, now) in enumerate(zip(before.tasks, after.tasks, strict=True)):
+        if was == PARKED and now == DUE:
+            listening.woken(TASKS[number])
     was, now = before.tasks[task], after.tasks[task]
     if what != "progress":
         listening.waiting += (was == IDLE) - (now == IDLE)
     if what == "progress":
         if listening.may_be_free(before.tasks.count(PARKED)):
             listening.be_free()
+    elif what == "hook":
+        assert listening.nobody_listens()
+        listening.serve()
     elif what == "timer":
         while listening.ticked():
             pass
@@ -108,6 +117,8 @@ def explore_all(make: type[Worker]) -> int:
         ([1, 1, 0], 3, 0, 1, 0, 2),
         ([1, 1, 1], 3, 2, 1, 0, 0, 1),
         ([1, 1, 1], 4, 1, 1, 1, 0, 2),
+        ([3, 1, 0], 5, 1, 1, 0, 0, 3, 1),
+        ([2, 1, 0], 4, 1, 1, 0, 1, 1, 0),
     ]
     workers = [make([IDLE] * 3, *world) for world in worlds]
     return sum(explore(worker, library(worker) if make is Worker else None) for worker in workers)
@@ -167,16 +178,6 @@ class HasNoTimer(Worker):
         self.timer = False
 
 
-class LeadsBesideOthers(Worker):
-    """A leader whose message has come goes, though others wait."""
-
-    def serve(self) -> None:
-        if self.progress_task == SUSPENDED and not self.timer:
-            self.timer = True
-        else:
-            self.progress_task = RUNS
-
-
 class LeavesTokens(Worker):
     """A leader that parks tells nobody of what it has found for others, and the progress task only of what is new."""
 
@@ -206,7 +207,15 @@ class ListensAfterAPoll(Worker):
             self.progress_task = LISTENS
 
 
+class HasNoHook(Worker):
+    """The task for which the worker was free does something else, and nobody listens for those that are parked."""
+
+    def must(self) -> Iterator[tuple[str, int]]:
+        return (step for step in super().must() if step[0] != "hook")
+
+
 FAULTS = [
+    HasNoHook,
     ListensAfterAPoll,
     LeavesTokens,
     NobodyAfterTheLeader,
@@ -215,7 +224,6 @@ FAULTS = [
     ForgetsTheLeader,
     ArmsBlindly,
     HasNoTimer,
-    LeadsBesideOthers,
 ]
 
 

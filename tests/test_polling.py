@@ -243,6 +243,42 @@ async def test_tasks_run_before_the_progress_task_polls(worker: ucp.Worker) -> N
     assert polls > 0, "each round took longer than one with few steps of tasks"
 
 
+class NoTicks:
+    """Stands for the timer that makes the progress task listen if no task has come back."""
+
+    def start(self) -> bool:
+        return False
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_tasks_that_wait_for_long(transports: str) -> None:
+    """One task that alone gets messages listens for those that are parked, too; they are not forgotten when it sleeps."""
+    async with (
+        open_peer("echo", [1, 2], True, transports=transports) as peer,
+        ucp.open_worker(config={"TLS": transports}) as worker,
+        trio_ucx.connect(tuple((await peer.hear())[0]), worker=worker) as client,
+    ):
+        listening = worker._engine.listening
+        listening._timer = NoTicks()  # type: ignore[assignment]
+        with trio.fail_after(30):
+            for number in range(3):
+                async with trio.open_nursery() as nursery:
+                    received = trio.Event()
+
+                    async def wait(received: trio.Event = received, number: int = number) -> None:
+                        assert await client.receive(tag=2) == bytes([number])
+                        received.set()
+
+                    nursery.start_soon(wait)
+                    while listening.state is not State.FREE or not listening.parked:
+                        await echoed(client, 50)
+                    await client.send(bytes([number]), tag=2)
+                    await trio.sleep(0.01)  # Trio waits, and nobody has come back
+                    await received.wait()
+
+
 async def test_a_poll_finds_what_has_arrived(transports: str) -> None:
     """With a long yield_interval, nothing but the poll can find it: no other task runs in between."""
     async with ucp.open_worker(config={"TLS": transports}, yield_interval=60) as worker:

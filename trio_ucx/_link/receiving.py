@@ -779,7 +779,7 @@ class NextMessage:
             at.wake_leader()
         else:
             self.parked_at = None
-            at.parked -= 1
+            at.woken(task)
             trio.lowlevel.reschedule(task)
 
     def leave(self) -> None:

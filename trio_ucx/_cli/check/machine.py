@@ -92,5 +92,7 @@ def check_namespaces(folder: Path) -> Finding:
 
 def check_cores(count: int, idle: float, quota: float | None) -> Finding:
     found = f"{count}, {idle:.1f} idle" + ("" if quota is None else f"; the control group allows {quota:.3g}")
-    advice = "give it a whole core: polling for messages does not pay on cores that others use (spin=0: no polling)"
+    advice = (
+        "give it a whole core: polling pauses where others use it, and to wake a process takes longer than a message"
+    )
     return warn_unless(min(idle, idle if quota is None else quota) >= 0.9, "cores", found, advice)

@@ -146,7 +146,11 @@ class Engine:
         self.receive_queue = receive_queue(self)
         self.progress_task: ProgressTask = ProgressTask(self)
         self.listening = Listening(
-            self, self.progress_task.resume, self.progress_task.safety_net, always=self.run.clock_jumps
+            self,
+            self.progress_task.resume,
+            self.progress_task.before_wait.watch,
+            self.progress_task.safety_net,
+            always=self.run.clock_jumps,
         )
 
     # ---- checks ----

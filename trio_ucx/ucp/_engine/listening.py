@@ -16,6 +16,9 @@ disarms it. So whoever progresses the worker while another task listens arms it 
   two tasks would run for each event of theirs. Then the progress task listens if any task is parked.
 * The progress task polls and listens until every task that was parked goes on. Then the worker is ``FREE``, unless more
   than three tasks wait.
+* Most programs have tasks that wait for long: for the next request, say. They are parked, and do not count while the
+  last events were all for one other task (``serves_one``), which polls and leads as if it were alone, for them, too. If
+  it does something else, and Trio is about to wait, a hook makes the progress task listen.
 * A timer ends ``FREE`` when no task has come back since its last tick: the progress task listens. Meanwhile a peer may
   wait for something that needs no task here, a control frame or memory: for ``SHORT_TICK`` seconds at most. Where tasks
   come back sooner than two of these, so many ticks would cost too much, and the peer may wait for two long ones.
@@ -30,6 +33,8 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 SHORT_TICK, LONG_TICK = 0.0005, 0.004
+#: After so many events in a row for one task it is most probably the next one's, too.
+IN_A_ROW = 8
 
 
 class State(Enum):
@@ -68,21 +73,27 @@ class Listening:
 
     Args:
         resume: lets the progress task run in the next round.
+        hook: calls :meth:`nobody_listens` before Trio's next wait.
         timer: calls :meth:`ticked`.
         always: the worker is never ``FREE``: Trio's clock jumps when no task is runnable, and real time may not pass.
 
     Attributes:
         most: how many tasks may poll in turn.
+        in_a_row: after how many events for one task tasks that are parked do not count.
         leader: what the leader waits for.
         waiting: how many tasks wait: they poll, lead, are parked, or were woken and have not run since.
         parked: how many tasks are parked whom nobody has woken.
         listens: whether the progress task waits for the descriptor.
     """
 
-    def __init__(self, engine: HeardEngine, resume: Callable[[], None], timer: Ticks, *, always: bool) -> None:
+    def __init__(
+        self, engine: HeardEngine, resume: Callable[[], None], hook: Callable[[], None], timer: Ticks, *, always: bool
+    ) -> None:
         self.most = 3
+        self.in_a_row = IN_A_ROW
         self._engine = engine
         self._resume = resume
+        self._hook = hook
         self._timer = timer
         self._always = always
         self.state = State.SERVED
@@ -90,6 +101,9 @@ class Listening:
         self.waiting = 0
         self.parked = 0
         self.listens = False
+        #: Which task was woken last, and how many times in a row before.
+        self._woken = 0
+        self._times = 0
         #: Grows when a task comes back.
         self._returns = 0
         self._seen = 0
@@ -105,7 +119,12 @@ class Listening:
     @property
     def are_many(self) -> bool:
         """True if so many tasks wait that the progress task polls and listens for all of them."""
-        return self.waiting > self.most
+        return self.waiting > self.most and not self.serves_one
+
+    @property
+    def serves_one(self) -> bool:
+        """True if the last events were all for one task: others that are parked wait for longer, most probably."""
+        return self._times >= self.in_a_row
 
     # ---- tasks ----
 
@@ -125,10 +144,26 @@ class Listening:
     def go_on(self) -> None:
         """A task waits no more: it has got what it waited for, or was cancelled."""
         if self.state is State.FREE:
-            if self.parked or self._always:
+            if (self.parked and not self.serves_one) or self._always:
                 self.serve()
             else:
                 self.came_back()
+                self._watch()
+
+    def woken(self, task: object) -> None:
+        """A task that was parked has got what it waits for."""
+        self.parked -= 1
+        number = id(task)
+        self._times = self._times + 1 if number == self._woken else 0
+        self._woken = number
+
+    def _watch(self) -> None:
+        if self.parked:
+            self._hook()
+
+    def nobody_listens(self) -> bool:
+        """Returns True if tasks are parked and nobody listens: before Trio waits, :meth:`serve` must be called."""
+        return self.state is State.FREE and self.parked > 0
 
     def came_back(self) -> None:
         """A task uses the worker, which is free."""
@@ -157,12 +192,14 @@ class Listening:
 
     def may_be_free(self, parked: int) -> bool:
         """True if the progress task need not listen. ``parked``: how many tasks were parked before it progressed."""
-        return parked > 0 and self.parked == 0 and not self.are_many and self.state is State.SERVED and not self._always
+        go_on = self.parked == 0 or (self.serves_one and self.parked < parked)
+        return parked > 0 and go_on and not self.are_many and self.state is State.SERVED and not self._always
 
     def be_free(self) -> None:
-        """All tasks that were parked go on."""
+        """All tasks that were parked go on, or the one that most probably will be the next to be woken."""
         self.state = State.FREE
         self.came_back()
+        self._watch()
 
     def ticked(self) -> bool:
         """Returns True if tasks have come back since the last call. Otherwise the worker is free no longer."""

@@ -78,7 +78,7 @@ class ProgressingEngine(AwaitedEngine, HostedEngine, Protocol):
 
 
 class BeforeWait(trio.abc.Instrument):
-    """Before Trio waits for events: sends batches.
+    """Before Trio waits for events: sends batches, and has the progress task listen for parked tasks if nobody does.
 
     It is present only while it is needed. It must not make a task runnable without scheduling something, too, because
     Trio has decided already how long it waits.
@@ -87,7 +87,7 @@ class BeforeWait(trio.abc.Instrument):
     def __init__(self, engine: ProgressingEngine) -> None:
         self._engine = engine
         self._present = False
-        #: Rounds in which it was there in vain.
+        #: Rounds in which nobody needed it.
         self._idle = 0
 
     def watch(self) -> None:
@@ -100,8 +100,11 @@ class BeforeWait(trio.abc.Instrument):
         engine = self._engine
         try:
             links = engine.links
+            nobody_listens = engine.listening.nobody_listens()
+            if nobody_listens and timeout > 0:
+                engine.run.call_soon(engine.listening.serve)
             if not links.deferred:
-                self._idle += 1
+                self._idle += not nobody_listens
                 if self._idle > _IDLE_ROUNDS:
                     self._present = False
                     with suppress(KeyError):  # Trio drops an instrument that has raised

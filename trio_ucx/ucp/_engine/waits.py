@@ -135,7 +135,7 @@ class Pending:
         if task is not None and not led:
             if at is not None:
                 self.parked_at = None
-                at.parked -= 1
+                at.woken(task)
             if type(result) is Error:  # isinstance takes longer with these classes
                 self.reported(result.error)
         notify, self.notify = self.notify, None
@@ -546,7 +546,7 @@ class Waiting:
                     return
                 if engine.links.news[0]:
                     engine.links.settle()
-                if pending.is_due[0] or listening.parked or not engine.arm(pending):
+                if pending.is_due[0] or (listening.parked and not listening.serves_one) or not engine.arm(pending):
                     return
         except (trio.Cancelled, KeyboardInterrupt) as error:
             listening.stop_leading()
