@@ -14,7 +14,7 @@ disarms it. So:
 * A task that finds nothing leads if the worker is ``FREE``, UCX can be armed, and few tasks wait. Otherwise it queues a
   *token*, and parks: whoever listens makes the token *due*, which wakes the task.
 * The leader gets its message, or is cancelled. Then the progress task listens if anybody waits; else the worker is
-  ``FREE``. A leader that finds that others have parked parks, too.
+  ``FREE``. A leader that finds that others have parked, or a message for them, parks, too.
 * The progress task goes on while somebody waits whose token is not due, or many wait; else the worker is ``FREE``.
 * While the last tokens that became due were all of one task, the others that are parked do not count: that task polls
   and leads as if it were alone, and the progress task leaves the worker ``FREE`` when it has made its token due.
@@ -181,10 +181,11 @@ class Worker:
 
     def lead(self, task: int) -> None:
         """The leader was woken by the descriptor."""
+        before = self.tasks.count(DUE)
         self.progress()
         if self.take(task):
             self.go_on()
-        elif self.waits_for_parked or not self.arm():
+        elif self.tasks.count(DUE) > before or self.waits_for_parked or not self.arm():
             self.park(task)
         elif self.take(task):
             self.go_on()

@@ -254,7 +254,7 @@ class NoTicks:
 
 
 async def test_tasks_that_wait_for_long(transports: str) -> None:
-    """One task that alone gets messages listens for those that are parked, too; they are not forgotten when it sleeps."""
+    """One task that alone gets messages listens for those that are parked, too. When it sleeps, they are served."""
     async with (
         open_peer("echo", [1, 2], True, transports=transports) as peer,
         ucp.open_worker(config={"TLS": transports}) as worker,

@@ -12,8 +12,8 @@ disarms it. So whoever progresses the worker while another task listens arms it 
   the leader or the progress task wakes it, with what it waits for.
 * Up to three tasks poll in turn, because one that finds its own message need not be woken. More park, and the progress
   task polls for all of them, because each task that polls makes all others wait for a round of Trio's loop.
-* The leader goes on when it has what it waits for, or is cancelled; and when it finds that others are parked, because
-  two tasks would run for each event of theirs. Then the progress task listens if any task is parked.
+* The leader goes on when it has what it waits for, or is cancelled; and when others are parked, or it has found what
+  one of them waits for, because two tasks would run for each event of theirs. Then the progress task listens for those.
 * The progress task polls and listens until every task that was parked goes on. Then the worker is ``FREE``, unless more
   than three tasks wait.
 * Most programs have tasks that wait for long: for the next request, say. They are parked, and do not count while the
@@ -83,6 +83,7 @@ class Listening:
         leader: what the leader waits for.
         waiting: how many tasks wait: they poll, lead, are parked, or were woken and have not run since.
         parked: how many tasks are parked whom nobody has woken.
+        wakes: how often a task was woken that was parked.
         listens: whether the progress task waits for the descriptor.
     """
 
@@ -100,6 +101,7 @@ class Listening:
         self.leader: Leads | None = None
         self.waiting = 0
         self.parked = 0
+        self.wakes = 0
         self.listens = False
         #: Which task was woken last, and how many times in a row before.
         self._woken = 0
@@ -153,6 +155,7 @@ class Listening:
     def woken(self, task: object) -> None:
         """A task that was parked has got what it waits for."""
         self.parked -= 1
+        self.wakes += 1
         number = id(task)
         self._times = self._times + 1 if number == self._woken else 0
         self._woken = number

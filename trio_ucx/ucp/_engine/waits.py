@@ -541,12 +541,14 @@ class Waiting:
                 engine.counters["wakeups"] += 1
                 if pending.is_due[0] or engine.handle is None or engine.broken is not None:
                     return
+                wakes = listening.wakes
                 engine.look()
                 if pending.is_due[0]:
                     return
                 if engine.links.news[0]:
                     engine.links.settle()
-                if pending.is_due[0] or (listening.parked and not listening.serves_one) or not engine.arm(pending):
+                others = listening.wakes != wakes or (listening.parked > 0 and not listening.serves_one)
+                if pending.is_due[0] or others or not engine.arm(pending):
                     return
         except (trio.Cancelled, KeyboardInterrupt) as error:
             listening.stop_leading()
