@@ -211,11 +211,13 @@ class Worker:
         self.go_on()
 
     def hooked(self) -> None:
+        self.times = 0
         self.serve()
 
     def timer_ended(self) -> None:
         self.timer = False
         if self.free:
+            self.times = 0
             self.serve()
 
     # ---- what may happen next ----

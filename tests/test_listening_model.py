@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from listening_model import DUE, IDLE, LEADS, LISTENS, LOOKS, PARKED, RUNS, Worker
@@ -52,7 +53,8 @@ class NoTimer:
 
 def library(worker: Worker) -> Listening:
     """The library's rules, in the state in which the model's worker begins."""
-    listening = Listening(None, lambda: None, lambda: None, NoTimer(), always=False)  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(is_moving=False)
+    listening = Listening(engine, lambda: None, lambda: None, NoTimer(), always=False)
     listening.most, listening.in_a_row = worker.most, worker.in_a_row
     return listening
 
@@ -60,6 +62,8 @@ def library(worker: Worker) -> Listening:
 def follow(listening: Listening, before: Worker, what: str, task: int, after: Worker) -> Listening:
     """Calls what the library calls in a step of the model's, and compares the states."""
     listening = copy.copy(listening)
+    if what == "progress":
+        listening.begin()
     for number, (was, now) in enumerate(zip(before.tasks, after.tasks, strict=True)):
         if was == PARKED and now == DUE:
             listening.woken(TASKS[number])
@@ -67,11 +71,11 @@ def follow(listening: Listening, before: Worker, what: str, task: int, after: Wo
     if what != "progress":
         listening.waiting += (was == IDLE) - (now == IDLE)
     if what == "progress":
-        if listening.may_be_free(before.tasks.count(PARKED)):
+        if listening.may_be_free():
             listening.be_free()
     elif what == "hook":
         assert listening.nobody_listens()
-        listening.serve()
+        listening.one_left()
     elif what == "timer":
         while listening.ticked():
             pass

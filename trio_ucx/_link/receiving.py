@@ -106,6 +106,7 @@ class Receiving:
         #: Where C code writes the tag queue of a message.
         self.number = ffi.new("uint32_t *")
         self._links = self.engine.links
+        self._sending = sending
         self._threshold = peer_threshold
         #: The tag queue from which a task that waits in several was served last.
         self._served = -1
@@ -235,7 +236,7 @@ class Receiving:
         if length == _EMPTY and looks and not self.slept and self.engine.waiting.look():
             length = lib.tu_link_receive(self.native.handle, number, limit, False)
         if length >= 0:
-            data = self.taken(length)
+            data = self.taken(number, length)
             if self._links.news[0]:
                 self._links.settle()
             return data
@@ -255,11 +256,20 @@ class Receiving:
         """Returns the bytes of a message that was taken, or stays."""
         return cast(bytes, ffi.unpack(lib.tu_links_taken(self._links.native), length))
 
-    def taken(self, length: int) -> bytes:
-        """Returns the bytes of a message that was taken."""
+    def taken(self, number: int, length: int) -> bytes:
+        """Returns the bytes of a message that was taken.
+
+        Raises:
+            MemoryError: there is no memory for it; it was dropped.
+        """
         if length <= _OUT:
             return cast(bytes, ffi.unpack(self._links.out, length))
-        contents = new_bytes(length)
+        try:
+            contents = new_bytes(length)
+        except MemoryError:
+            self._sending.send_frame(wire.Dropped(number, length))
+            text = f"there is no memory for a message of {length} bytes: it was dropped"
+            raise about(self.ending.origin, MemoryError(text)) from None
         ffi.memmove(ffi.from_buffer("char[]", contents), lib.tu_links_taken(self._links.native), length)
         return contents
 
@@ -348,7 +358,7 @@ class Receiving:
         del self.waiting[wait], links.waiting[token]
         try:
             if verdict >= 0:
-                return self.taken(verdict)
+                return self.taken(number, verdict)
             if verdict != _ENDED:
                 raise self.lost_message(verdict, limit, bound)
         finally:
@@ -435,7 +445,7 @@ class Receiving:
         length = lib.tu_link_receive(self.native.handle, wire.STREAM, limit, False)
         if length < 0:
             return None
-        data = self.taken(length)
+        data = self.taken(wire.STREAM, length)
         self._links.settle()
         return data
 
@@ -908,10 +918,7 @@ class PendingReceive(Pending):
             else:
                 token, self._token = self._token, None
                 self._over(token)
-                if verdict >= 0 and self._item is None and self.pins is None:  # the usual case
-                    self.finish(Value(receiving.taken(verdict)))
-                else:
-                    self._conclude(verdict)
+                self._conclude(verdict)
 
     def _transfer(self) -> bool:
         """Begins the transfer of its message. Returns False if that goes on."""

@@ -330,6 +330,11 @@ class Engine:
         """Reaps in the next round of Trio's loop; makes Trio look for runnable tasks before that."""
         self.run.call_soon(self.reap)
 
+    @property
+    def is_moving(self) -> bool:
+        """True if UCX has operations that go on, for which it must be progressed."""
+        return bool(self.in_flight) or (self.handle is not None and bool(lib.tu_poll_goes_on(self.handle)))
+
     def signal(self) -> None:
         """Makes the worker's descriptor readable."""
         if self.handle is not None:

@@ -54,6 +54,10 @@ class Leads(Protocol):
 class HeardEngine(Protocol):
     """The part of the engine that this module uses."""
 
+    @property
+    def is_moving(self) -> bool:
+        """Returns True if UCX has operations that go on, for which it must be progressed."""
+
     def signal(self) -> None:
         """Makes the descriptor readable."""
 
@@ -103,6 +107,8 @@ class Listening:
         self.parked = 0
         self.wakes = 0
         self.listens = False
+        #: What ``parked`` and ``wakes`` were before the progress task progressed.
+        self._before = 0, 0
         #: Which task was woken last, and how many times in a row before.
         self._woken = 0
         self._times = 0
@@ -128,6 +134,11 @@ class Listening:
         """True if the last events were all for one task: others that are parked wait for longer, most probably."""
         return self._times >= self.in_a_row
 
+    @property
+    def _one_listens(self) -> bool:
+        """True if that one may poll and lead for all. What UCX moves for others must not wait for it."""
+        return self.serves_one and not self._engine.is_moving
+
     # ---- tasks ----
 
     def lead(self, leader: Leads) -> None:
@@ -146,7 +157,7 @@ class Listening:
     def go_on(self) -> None:
         """A task waits no more: it has got what it waited for, or was cancelled."""
         if self.state is State.FREE:
-            if (self.parked and not self.serves_one) or self._always:
+            if (self.parked and not self._one_listens) or self._always:
                 self.serve()
             else:
                 self.came_back()
@@ -164,8 +175,14 @@ class Listening:
         if self.parked:
             self._hook()
 
+    def one_left(self) -> None:
+        """The task for which the worker was free has not come back: the next event may be another's."""
+        if self.state is State.FREE:
+            self._times = 0
+            self.serve()
+
     def nobody_listens(self) -> bool:
-        """Returns True if tasks are parked and nobody listens: before Trio waits, :meth:`serve` must be called."""
+        """Returns True if tasks are parked and nobody listens: before Trio waits, call :meth:`one_left`."""
         return self.state is State.FREE and self.parked > 0
 
     def came_back(self) -> None:
@@ -193,9 +210,14 @@ class Listening:
         self._always = True
         self.serve()
 
-    def may_be_free(self, parked: int) -> bool:
-        """True if the progress task need not listen. ``parked``: how many tasks were parked before it progressed."""
-        go_on = self.parked == 0 or (self.serves_one and self.parked < parked)
+    def begin(self) -> None:
+        """The progress task is about to progress."""
+        self._before = self.parked, self.wakes
+
+    def may_be_free(self) -> bool:
+        """True if the progress task need not listen, because of what it has found since :meth:`begin`."""
+        parked, wakes = self._before
+        go_on = self.parked == 0 or (self.wakes != wakes and self._one_listens)
         return parked > 0 and go_on and not self.are_many and self.state is State.SERVED and not self._always
 
     def be_free(self) -> None:
@@ -209,7 +231,7 @@ class Listening:
         self._ticks, self._short = self._seen != self._returns, False
         self._seen = self._returns
         if not self._ticks:
-            self.serve()
+            self.one_left()
         return self._ticks
 
     # ---- others ----

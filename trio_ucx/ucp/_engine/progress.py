@@ -101,8 +101,9 @@ class BeforeWait(trio.abc.Instrument):
         try:
             links = engine.links
             nobody_listens = engine.listening.nobody_listens()
-            if nobody_listens and timeout > 0:
-                engine.run.call_soon(engine.listening.serve)
+            # 0.0 instead of 0: no task is runnable, and one waits for just that (trio.testing.wait_all_tasks_blocked).
+            if nobody_listens and (timeout > 0 or type(timeout) is float):
+                engine.run.call_soon(engine.listening.one_left)
             if not links.deferred:
                 self._idle += not nobody_listens
                 if self._idle > _IDLE_ROUNDS:
@@ -309,16 +310,16 @@ class ProgressTask:
                 self._suspended = trio.lowlevel.current_task()
                 await trio.lowlevel.wait_task_rescheduled(self._leave)
                 continue
-            parked = listening.parked
+            listening.begin()
             if readable:  # most often everybody goes on
                 engine.poll_and_deliver(lib.tu_worker_look)
             state = lib.TU_MORE
-            if not (readable and listening.may_be_free(parked)):
-                parked = await engine.waiting.poll_for_parked()
-                if not listening.may_be_free(parked):
+            if not (readable and listening.may_be_free()):
+                await engine.waiting.poll_for_parked()
+                if not listening.may_be_free():
                     state = engine.progress_and_deliver(arm=True)
             readable = False
-            if listening.may_be_free(parked):
+            if listening.may_be_free():
                 listening.be_free()
             elif engine.handle is not None and engine.broken is None:
                 readable = await self._wait(state)

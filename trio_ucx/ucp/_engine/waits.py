@@ -432,26 +432,21 @@ class Waiting:
             await trio.lowlevel.checkpoint_if_cancelled()  # as a parked task, which gets the cancellation first
         self.polled = pending.is_due[0]
 
-    async def poll_for_parked(self) -> int:
-        """For the progress task: polls for tasks that are parked, as long as that pays.
-
-        Returns:
-            How many tasks were parked before it progressed last.
-        """
+    async def poll_for_parked(self) -> None:
+        """For the progress task: polls for tasks that are parked, as long as that pays."""
         engine = self._engine
         listening = engine.listening
-        parked = listening.parked
-        woken = listening.waiting - parked
-        polls = parked > 0 and self.polling and lib.tu_poll_begin(engine.handle)
-        while polls and await self._all_wait(woken) and not listening.may_be_free(parked):
+        woken = listening.waiting - listening.parked
+        polls = listening.parked > 0 and self.polling and lib.tu_poll_begin(engine.handle)
+        while polls and await self._all_wait(woken) and not listening.may_be_free():
+            listening.begin()
             parked = listening.parked
             found = engine.poll_and_deliver(lib.tu_poll)
-            if engine.handle is None or listening.may_be_free(parked):
+            self._found(found)
+            if engine.handle is None or listening.may_be_free():
                 break
             woken = parked - listening.parked
-            self._found(found)
             polls = (lib.tu_poll_begin if found else lib.tu_poll_continues)(engine.handle)
-        return parked
 
     def _found(self, found: bool) -> None:
         """The progress task has polled. If that was in vain, a task may have had work that needed another round."""
@@ -492,7 +487,7 @@ class Waiting:
                 break
         engine = self._engine
         # While others wait, they may have polled in that time.
-        if took >= _ALONE and engine.listening.waiting == 1 and engine.handle is not None:
+        if took >= _ALONE and engine.listening.waiting - engine.listening.parked == 1 and engine.handle is not None:
             lib.tu_poll_pause(engine.handle)
         return took < _ALONE
 
