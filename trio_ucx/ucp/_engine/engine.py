@@ -434,6 +434,7 @@ class Engine:
                 assert self.teardown.statistics is not None
                 return self.teardown.statistics
             lib.tu_worker_counts(self.handle, native)
+            batches = lib.tu_links_batches(self.links.native)
         open_endpoints = sum(endpoint.handle is not None for endpoint in list(self.endpoints.values()))
         return WorkerStatistics(
             operations_in_flight=len(self.in_flight),
@@ -446,7 +447,7 @@ class Engine:
             missed_events=self.counters["missed_events"],
             progress_calls=native.progress_calls,
             messages=self.tag_dispatch.messages,
-            batches=lib.tu_links_batches(self.links.native),
+            batches=batches,
             polls=native.polls,
             polls_paid=native.polls_paid,
             poll_seconds=native.poll_nanoseconds / 1e9,
